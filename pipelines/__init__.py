@@ -1,0 +1,1 @@
+"""COCO Captions in, filtered WebDataset shards out."""

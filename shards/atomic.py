@@ -1,0 +1,51 @@
+"""Files that are whole or absent: written aside, fsynced, renamed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+ASIDE = ".tmp"  # ends every half-written name; readers and rebuilds ignore and overwrite such files
+
+
+def aside(path: Path) -> Path:
+    """The name under which ``path`` is written until it is whole. Fixed, so that a rerun overwrites what a kill left."""
+    return path.with_name(f".{path.name}{ASIDE}")
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that appears as ``path`` only when the block ends without an error."""
+    temporary = aside(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``, or leave it as it was."""
+    with written_aside(path) as file:
+        file.write(data)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename an fsynced file or folder into place and make the rename itself durable."""
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

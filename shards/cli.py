@@ -1,0 +1,36 @@
+"""What every command line of the project shares: errors as one paragraph, and exit codes."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from shards.errors import UserError
+
+
+def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Call ``main`` and turn what a user can cause into a message and an exit code; ``--debug`` shows the traceback.
+
+    0 done, 1 failed, 2 wrong usage or config, 75 stopped by a signal after saving. ``main`` may return any of them.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    try:
+        return main(arguments)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if debug:
+            raise
+        print(f"error: {error.filename or 'system'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
