@@ -1,0 +1,184 @@
+"""Everything a training run is told, as frozen, validated models; one YAML file plus ``section.field=value``."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+# Marks a field that decides what is learned: on resume it must match the checkpoint's, or be accepted by name.
+TRAJECTORY = {"resume": "must match"}
+
+
+def _trajectory(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, json_schema_extra=TRAJECTORY, **limits)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class RunConfig(_Section):
+    """Where the run lives."""
+
+    dir: Path = Field(Path("runs/demo"), description="folder of logs and checkpoints; one run, one folder")
+
+
+class DataConfig(_Section):
+    """What is read, and by how many workers."""
+
+    shards: Path = Field(Path("data/sample"), description="shard folder with a manifest.json")
+    split: str = _trajectory("train", "split to train on")
+    captions: Literal["random", "first", "all"] = _trajectory(
+        "random", "which of an image's captions: another one each epoch, the first, or all as rows of one slot"
+    )
+    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="loader workers per process; auto: as many as processes on the node, at most CPUs div processes",
+    )
+    prefetch: PositiveInt = Field(
+        2, description="micro-batches each worker reads ahead; dropped at a stop, never counted"
+    )
+    verify: Literal["sizes", "full"] = Field(
+        "sizes", description="what is checked before the model loads; full reads every byte"
+    )
+    max_damaged: Annotated[int, Field(ge=0)] = Field(
+        10, description="damaged samples that may be masked before the run stops; each is logged with key and reason"
+    )
+
+
+class OrderConfig(_Section):
+    """Shape of the shuffle (docs/design.md section 5)."""
+
+    fragment: PositiveInt = _trajectory(32, "F, neighbouring samples read as one byte range")
+    window: PositiveInt = _trajectory(16_384, "T, samples that are shuffled together, over all lanes")
+    lanes: PositiveInt = _trajectory(8, "L, independent streams; nodes divide it, so that each fetches its own part")
+
+
+class ModelConfig(_Section):
+    """Which model, what it is asked, and what of it trains."""
+
+    family: Literal["hf", "tiny"] = _trajectory(
+        "tiny", "hf: any image-text-to-text model; tiny: a small LLaVA built on first use"
+    )
+    path: str | None = Field(
+        None, description="local folder or hub name; tiny builds into run.dir/base-model when empty"
+    )
+    revision: str | None = _trajectory(None, "commit of a hub model, so that a new upload cannot change the run")
+    prompt: str = _trajectory(
+        "Describe the image.", "what stands before the caption; short, as long answers ruin BLEU and CIDEr"
+    )
+    max_length: PositiveInt | None = _trajectory(
+        None, "tokens of prompt, image and caption together; a sample that needs more is refused, never cut"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = _trajectory("float32", "type the weights are held in")
+    freeze: tuple[str, ...] = _trajectory((), "patterns of parameter names that do not train, as in `*.vision_tower.*`")
+    trust_remote_code: bool = Field(
+        False, description="run code that comes with the model; only for a named, pinned model"
+    )
+
+    @model_validator(mode="after")
+    def _path_for_family(self) -> "ModelConfig":
+        if self.family == "hf" and not self.path:
+            raise ValueError("model.path is empty; family hf needs a model folder or hub name")
+        return self
+
+
+class TrainConfig(_Section):
+    """The loop: batch, length, saving, resuming."""
+
+    global_batch: PositiveInt = _trajectory(32, "samples an update, over all ranks; never derived from the GPU count")
+    micro_batch: PositiveInt = Field(8, description="samples a forward on one rank; memory decides")
+    num_steps: PositiveInt | None = _trajectory(None, "length of the run in global batches; or give epochs")
+    epochs: PositiveFloat | None = _trajectory(None, "length of the run in passes over the split; or give num_steps")
+    save_every: PositiveInt = Field(100, description="steps between checkpoints; the last step always saves")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = _trajectory(0, "of order, caption choice, dropout and the tiny model")
+    log_keys: bool = Field(False, description="write every trained key, so that the audit compares keys one by one")
+    resume: str = Field("auto", description="auto: newest valid checkpoint, else start; never; or a checkpoint's path")
+    resume_with: str = Field("", description="comma-separated fields whose change since the checkpoint is accepted")
+    precision: Literal["fp32", "bf16", "fp16"] = _trajectory(
+        "fp32", "autocast type; fp16 scales the loss and needs a GPU"
+    )
+    deterministic: bool = _trajectory(False, "deterministic GPU kernels, for bit-identical resume there; slower")
+    on_not_finite: Literal["raise", "skip"] = Field(
+        "raise", description="a loss or gradient that is not finite: stop, or mask the batch and go on"
+    )
+    max_skips: PositiveInt = Field(3, description="batches in a row that on_not_finite=skip may skip")
+    processes: PositiveInt | None = Field(
+        None, description="world size to insist on; launch sets it, since launchers can fall short silently"
+    )
+    timeout_s: PositiveInt = Field(1800, description="longest wait for another rank, in seconds")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "TrainConfig":
+        if (self.num_steps is None) == (self.epochs is None):
+            found = "both are set" if self.num_steps is not None else "neither is set"
+            raise ValueError(f"train.num_steps or train.epochs: {found}; give exactly one, the other follows")
+        return self
+
+
+class OptimConfig(_Section):
+    """AdamW and its learning rate."""
+
+    lr: PositiveFloat = _trajectory(1e-3, "peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = _trajectory("cosine", "what follows the warm-up")
+    warmup_steps: Annotated[int, Field(ge=0)] = _trajectory(20, "steps of linear warm-up from 0")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = _trajectory(0.0, "last learning rate as a share of the peak")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = _trajectory(0.9, "decay of the gradient's mean")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = _trajectory(
+        0.95, "decay of its square; shorter than 0.999, for runs of few steps"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = _trajectory(
+        0.0, "decoupled; on matrices only, not on biases and norms"
+    )
+    max_grad_norm: PositiveFloat = _trajectory(1.0, "gradients above this norm are scaled down to it")
+
+
+class EvalConfig(_Section):
+    """Scoring a held-out split."""
+
+    split: str = Field("val", description="split that is captioned and scored")
+    every: PositiveInt | None = Field(
+        None, description="steps between evaluations; also before the first and after the last step; empty: never"
+    )
+    num_images: PositiveInt | None = Field(None, description="first images of the split; empty: all")
+    micro_batch: PositiveInt = Field(32, description="images captioned at once on one rank")
+    max_new_tokens: PositiveInt = Field(40, description="longest caption in tokens; COCO's are about 12")
+    checkpoint: str = Field(
+        "newest", description="for `evaluate`: newest, base (the untrained model), or a checkpoint's path"
+    )
+    blank: bool = Field(False, description="feed gray pictures instead: what the score is worth without looking")
+
+
+class Config(_Section):
+    """One training job."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    order: OrderConfig = OrderConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def to_yaml(self) -> str:
+        """The resolved config, readable by ``load_settings`` again."""
+        import yaml
+
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def trajectory_fields(config: Config) -> dict[str, Any]:
+    """``{"section.field": value}`` of every field that must match on resume."""
+    return dict(_trajectory_items(config))
+
+
+def _trajectory_items(config: Config) -> Iterator[tuple[str, Any]]:
+    values = config.model_dump(mode="json")
+    for section, field in type(config).model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, _Section)
+        for name, inner in field.annotation.model_fields.items():
+            if inner.json_schema_extra == TRAJECTORY:
+                yield f"{section}.{name}", values[section][name]
