@@ -8,7 +8,7 @@ __all__ = ["CheckpointError", "ConfigError", "NotFiniteError", "ResumeError", "R
 
 
 class TrainError(UserError):
-    """Base of what goes wrong in a run. ``on_every_rank`` errors are raised by all ranks together; only rank 0 prints them."""
+    """Base of what goes wrong in a run. Errors ``on_every_rank`` are raised by all together; only rank 0 prints them."""
 
     def __init__(self, message: str, *, on_every_rank: bool = False, **where: Any) -> None:
         super().__init__(message, **where)
