@@ -10,7 +10,7 @@ ASIDE = ".tmp"  # ends every half-written name; readers and rebuilds ignore and 
 
 
 def aside(path: Path) -> Path:
-    """The name under which ``path`` is written until it is whole. Fixed, so that a rerun overwrites what a kill left."""
+    """The name under which ``path`` is written until it is whole. Fixed: a rerun overwrites what a kill left."""
     return path.with_name(f".{path.name}{ASIDE}")
 
 

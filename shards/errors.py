@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Root of every error that is shown as one paragraph, without a traceback. Each package has one base class below it."""
+    """Root of every error that is shown as one paragraph, without a traceback; each package has one base class."""
 
     exit_code = 1
 

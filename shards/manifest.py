@@ -1,0 +1,168 @@
+"""manifest.json: the ordered list of shards that is the dataset, published last."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shards.atomic import write_file
+from shards.errors import ConfigError, FormatError, ShardsError
+from shards.sample import canonical_json
+
+NAME = "manifest.json"
+FORMAT = "xctrain-shards"
+VERSION = 1
+RESTORE = "run the build again to restore it"
+_SHARD_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*\.tar")  # no slash: it stays in the folder
+_SPLIT_NAME = re.compile(r"[0-9A-Za-z_-]+")
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What the manifest says of one shard; hashes are sha256 in hex, ``num_bytes`` is the tar's size."""
+
+    name: str
+    split: str
+    num_samples: int
+    num_bytes: int
+    sha256: str
+    idx_sha256: str
+    meta_sha256: str
+
+    def __post_init__(self) -> None:
+        if not _SHARD_NAME.fullmatch(self.name):
+            raise ShardsError(f"shard name {self.name!r}: expected SPLIT-NNNNNN.tar, without folders")
+        if not _SPLIT_NAME.fullmatch(self.split):
+            raise ShardsError(f"split {self.split!r} of {self.name}: expected letters, digits, _ or -")
+
+    @property
+    def idx_name(self) -> str:
+        """File name of the shard's index."""
+        return f"{self.name}.idx"
+
+    @property
+    def meta_name(self) -> str:
+        """File name of the shard's sample list."""
+        return f"{self.name.removesuffix('.tar')}.meta.jsonl"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The shards of a dataset in order, and the build settings that determine their bytes."""
+
+    shards: tuple[ShardEntry, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def manifest_id(self) -> str:
+        """Names the dataset: sha256 over the ordered shards, hashes included. Order and position are relative to it."""
+        return hashlib.sha256(canonical_json([VERSION, [asdict(s) for s in self.shards]])).hexdigest()
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Number of samples per split, in the order of the shards."""
+        totals: dict[str, int] = {}
+        for shard in self.shards:
+            totals[shard.split] = totals.get(shard.split, 0) + shard.num_samples
+        return totals
+
+    def of_split(self, split: str) -> tuple[ShardEntry, ...]:
+        """The shards of one split, in order.
+
+        Raises:
+            ConfigError: there is no such split; those there are, are named.
+        """
+        shards = tuple(s for s in self.shards if s.split == split)
+        if not shards:
+            known = ", ".join(f"{name} ({total} samples)" for name, total in self.splits.items()) or "none"
+            raise ConfigError(f"split {split!r} is not in the dataset; it has: {known}")
+        return shards
+
+    def save(self, folder: Path) -> None:
+        """Publish the manifest, which makes ``folder`` a dataset. Call it after every shard is in place."""
+        write_file(folder / NAME, self.to_json())
+
+    def to_json(self) -> bytes:
+        """The bytes of manifest.json; a wids reader finds its own fields in it."""
+        content = {
+            "format": FORMAT,
+            "format_version": VERSION,
+            "manifest_id": self.manifest_id,
+            "splits": self.splits,
+            "settings": self.settings,
+            "shards": [asdict(s) for s in self.shards],
+            "wids_version": 1,
+            "shardlist": [
+                {"url": s.name, "nsamples": s.num_samples, "filesize": s.num_bytes, "dataset": s.split}
+                for s in self.shards
+            ],
+        }
+        return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode("ascii")
+
+    @staticmethod
+    def load(folder: Path) -> "Manifest":
+        """The manifest of ``folder``.
+
+        Raises:
+            ConfigError: the folder is absent or holds no manifest.
+            FormatError: the manifest is damaged, edited by hand, or of a version that this code does not know.
+        """
+        path = folder / NAME
+        try:
+            raw = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{folder}: {_why_no_manifest(folder)}", path=folder) from None
+        try:
+            content = json.loads(raw)
+        except ValueError as error:
+            raise FormatError(f"{path}: is not valid JSON: {error}; {RESTORE}", path=path) from None
+        return _parse(path, content)
+
+
+def _why_no_manifest(folder: Path) -> str:
+    if not folder.exists():
+        return "there is no such folder; build it with `make shards SOURCE=... OUT=...`, or give the folder of a build"
+    if not folder.is_dir():
+        return f"is a file, expected the folder that holds {NAME}"
+    if any(folder.glob("*.tar")) or any(folder.glob(".*.tmp")):
+        return f"has no {NAME} yet, so its build did not end; run the build again, it goes on where it stopped"
+    return f"has no {NAME}, so it is not a shard folder; give the folder that a build wrote to"
+
+
+def _parse(path: Path, content: Any) -> Manifest:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise FormatError(f"{path}: its format is {found!r}, expected {FORMAT!r}; another tool wrote it", path=path)
+    if content.get("format_version") != VERSION:
+        raise FormatError(
+            f"{path}: has format version {content.get('format_version')!r}, this xctrain reads {VERSION}; "
+            "use the xctrain that wrote it, or build again",
+            path=path,
+        )
+    try:
+        shards = tuple(_entry(s) for s in content["shards"])
+        settings, stored_id = dict(content["settings"]), content["manifest_id"]
+    except (KeyError, TypeError, ValueError, ShardsError) as error:
+        detail = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise FormatError(f"{path}: {detail}; {RESTORE}", path=path) from None
+    manifest = Manifest(shards, settings)
+    if stored_id != manifest.manifest_id:
+        raise FormatError(
+            f"{path}: manifest_id is {stored_id}, its shards give {manifest.manifest_id}; "
+            f"it was changed after the build, {RESTORE}",
+            path=path,
+        )
+    return manifest
+
+
+def _entry(values: Mapping[str, Any]) -> ShardEntry:
+    for name in ("name", "split", "sha256", "idx_sha256", "meta_sha256"):
+        if not isinstance(values[name], str):
+            raise ValueError(f"{name} of shard {values['name']!r} is {values[name]!r}, expected a text")
+    for name in ("num_samples", "num_bytes"):
+        if type(values[name]) is not int or values[name] < 0:
+            raise ValueError(f"{name} of shard {values['name']!r} is {values[name]!r}, expected a count")
+    return ShardEntry(**{spec.name: values[spec.name] for spec in fields(ShardEntry)})
