@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 # Marks a field that decides what is learned: on resume it must match the checkpoint's, or be accepted by name.
-TRAJECTORY = {"resume": "must match"}
+TRAJECTORY: dict[str, Any] = {"resume": "must match"}
 
 
 def _trajectory(default: Any, description: str, **limits: Any) -> Any:

@@ -1,0 +1,76 @@
+"""One JSON line per event, cut back on resume so that each step stands once."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shards.atomic import write_file
+from shards.errors import UserError
+
+METRICS = "metrics.jsonl"
+
+
+def keys_name(rank: int) -> str:
+    """File of what one rank trained on."""
+    return f"keys-rank{rank}.jsonl"
+
+
+class JsonLines:
+    """Appends events to one file; each line is whole in the page cache when ``write`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **fields: Any) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Make what was written durable; called before the checkpoint that counts on it."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Make durable and close."""
+        self.sync()
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of a log; none when there is no such file. A torn last line, left by a kill, is passed over.
+
+    Raises:
+        UserError: a line that is not the last one is not JSON.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                if line.endswith("\n"):
+                    raise UserError(f"{path}: line {number} is not JSON; remove that line", path=path) from None
+
+
+def cut_back(run_dir: Path, samples_consumed: int) -> None:
+    """Drop from the logs of every rank, also of ranks that are no more, what came after ``samples_consumed``."""
+    for path in [run_dir / METRICS, *sorted(run_dir.glob(keys_name(0).replace("0", "*")))]:
+        if path.exists():
+            _cut_file(path, samples_consumed)
+
+
+def _cut_file(path: Path, samples_consumed: int) -> None:
+    data = path.read_bytes()
+    kept = b"".join(line for line in data.splitlines(keepends=True) if _stands(line, samples_consumed))
+    if kept != data:
+        write_file(path, kept)
+
+
+def _stands(line: bytes, samples_consumed: int) -> bool:
+    try:
+        return bool(json.loads(line)["samples_consumed"] <= samples_consumed) and line.endswith(b"\n")
+    except (ValueError, KeyError):
+        return False
