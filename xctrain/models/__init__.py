@@ -1,0 +1,44 @@
+"""Model families: how each one is loaded, collates, computes its loss and writes captions."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import nn
+
+    from xctrain.collate import Batch, Row
+    from xctrain.config import ModelConfig
+
+
+class Family(Protocol):
+    """A model and all that differs between one family and another."""
+
+    @property
+    def module(self) -> "nn.Module":
+        """Maps a Batch to its loss: a float32 scalar, summed over the target tokens, 0 and attached where none."""
+
+    @property
+    def collator(self) -> "Callable[[Sequence[Row]], Batch]":
+        """Makes a Batch on the CPU. Can be pickled, so that loader workers may run it."""
+
+    def generate(self, images: "Sequence[Image]", max_new_tokens: int) -> list[str]:
+        """One greedy caption an image, without prompt and special tokens."""
+
+    def check_lengths(self, samples: "Iterable[tuple[str, int, int, Sequence[str]]]") -> None:
+        """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a folder that the Auto classes load without a network."""
+
+
+def open_family(config: "ModelConfig", base: Path | str) -> Family:
+    """The family that `model.family` names, with the weights in ``base``: a local folder, or a hub name."""
+    from xctrain.models.hf import HfFamily  # late: transformers takes seconds
+
+    if config.family == "tiny":
+        from xctrain.models.tiny import UNUSED
+
+        return HfFamily.open(config, base, never_trained=UNUSED)
+    return HfFamily.open(config, base)

@@ -1,0 +1,264 @@
+"""Any Hugging Face image-text-to-text model whose text holds its image: LLaVA, Qwen-VL, Idefics, PaliGemma ..."""
+
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from shards.errors import ConfigError
+from xctrain.collate import Batch, Row, append_answers
+from xctrain.loss import IGNORED, num_logits_needed, summed_cross_entropy
+from xctrain.models.parameters import freeze
+from xctrain.prompt import Prompt, answer_ids, make_prompt
+
+if TYPE_CHECKING:
+    from xctrain.config import ModelConfig
+
+# The tokenizers' thread pool does not survive the fork of a loader worker, and says so on every one of them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_REFERENCE_SIZE = (640, 480)  # width and height of the picture that the fixed part of a prompt is measured with
+
+
+class CaptionModel(nn.Module):
+    """``Batch`` to summed loss. ``model`` is the Hugging Face model, under the parameter names of its own files."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Float32 scalar: cross-entropy summed over the batch's targets."""
+        options = {"logits_to_keep": num_logits_needed(batch.labels)} if self._keeps_logits else {}
+        inputs = in_dtype(batch.inputs, self.model.dtype)
+        return summed_cross_entropy(self.model(**inputs, use_cache=False, **options).logits, batch.labels)
+
+
+class Collator:
+    """Rows to a Batch: prompts through the processor at once, answers appended behind them."""
+
+    def __init__(self, processor: Any, prompt: Prompt, max_length: int | None) -> None:
+        self.processor = processor
+        self.prompt = prompt
+        self.max_length = max_length
+        tokenizer = processor.tokenizer
+        self.pad_id: int = tokenizer.pad_token_id
+        # PaliGemma reads type 0 with attention both ways and trains on type 1; elsewhere type 1 means image tokens.
+        has_suffix = "suffix" in inspect.signature(type(processor).__call__).parameters
+        self.answer_values = {"token_type_ids": 1} if has_suffix else {}
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        """The rows as one micro-batch.
+
+        Raises:
+            ConfigError: a sequence is longer than model.max_length; an answer is never cut.
+        """
+        # A masked row keeps one line, so that the shapes of a step do not depend on what turned out damaged.
+        lines = [(row, text) for row in rows for text in ((row.captions[:1] or ("",)) if row.masked else row.captions)]
+        prompts = self.process([row.image for row, _ in lines], padding_side="right")
+        answers = [answer_ids(self.processor.tokenizer, self.prompt, text) for _, text in lines]
+        lengths = (prompts["attention_mask"].sum(dim=1) + torch.tensor([len(a) for a in answers])).tolist()
+        for (row, _), length in zip(lines, lengths, strict=True):
+            if self.max_length and length > self.max_length:
+                raise ConfigError(
+                    f"{row.key}: needs {length} tokens, model.max_length is {self.max_length}; set it to {length} or "
+                    "more, an answer is never cut",
+                    key=row.key,
+                )
+        inputs, labels = append_answers(prompts, answers, pad_id=self.pad_id, answer_values=self.answer_values)
+        for i, (row, _) in enumerate(lines):
+            if row.masked:
+                labels[i] = IGNORED
+        return Batch(
+            inputs=inputs,
+            labels=labels,
+            positions=tuple(row.n for row in rows),
+            keys=tuple(row.key for row in rows),
+            masked=tuple(row.masked for row in rows),
+            num_targets=int((labels != IGNORED).sum()),
+        )
+
+    def process(self, images: Sequence[Image.Image], padding_side: str) -> dict[str, Tensor]:
+        """Model inputs of the prompt with each of the images, padded to the longest."""
+        inputs = self.processor(
+            images=[[image] for image in images],
+            text=[self.prompt.text] * len(images),
+            padding=True,
+            padding_side=padding_side,
+            add_special_tokens=not self.prompt.has_bos,
+            return_tensors="pt",
+        )
+        return {name: tensor for name, tensor in inputs.items() if name != "labels"}
+
+    def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
+        """Refuse a max_length that a sample does not fit in; samples are (key, width, height, captions).
+
+        Raises:
+            ConfigError: names the number of samples that do not fit, one of them, and the length that would do.
+        """
+        if not self.max_length:
+            return
+        num_samples, too_long, largest, example = 0, 0, 0, ""
+        prompt_lengths: dict[tuple[int, int], int] = {}
+        for key, width, height, captions in samples:
+            num_samples += 1
+            if (width, height) not in prompt_lengths:
+                prompt_lengths[width, height] = self._prompt_length(width, height)
+            length = prompt_lengths[width, height]
+            # A token is at least a byte: most captions need not be encoded to know that they fit.
+            room = self.max_length - length - len(self.prompt.lead) - 2
+            length += max((self._answer_length(c) for c in captions if len(c.encode()) > room), default=0)
+            if length > self.max_length:
+                too_long += 1
+                example = example or f"{key} needs {length}"
+                largest = max(largest, length)
+        if too_long:
+            raise ConfigError(
+                f"model.max_length is {self.max_length}: {too_long} of {num_samples} samples do not fit, {example} "
+                f"tokens; set it to {largest} or more, an answer is never cut"
+            )
+
+    def _answer_length(self, caption: str) -> int:
+        return len(answer_ids(self.processor.tokenizer, self.prompt, caption))
+
+    def _prompt_length(self, width: int, height: int) -> int:
+        """Tokens of the prompt with a picture of this size: counted where the processor can, else laid out."""
+        if not hasattr(self.processor, "_get_num_multimodal_tokens"):
+            return self._laid_out_length(width, height)
+        return self._text_length + self._num_image_tokens(width, height)
+
+    @cached_property
+    def _text_length(self) -> int:
+        """Tokens of the prompt besides those that the processor counts for the picture."""
+        return self._laid_out_length(*_REFERENCE_SIZE) - self._num_image_tokens(*_REFERENCE_SIZE)
+
+    def _num_image_tokens(self, width: int, height: int) -> int:
+        # The library's own way to ask, made for inference servers; a private name, hence the check above.
+        return int(self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
+
+    def _laid_out_length(self, width: int, height: int) -> int:
+        return self.process([Image.new("RGB", (width, height))], padding_side="right")["input_ids"].shape[1]
+
+
+@dataclass(frozen=True)
+class HfFamily:
+    """A loaded model with its collator and its way to write captions."""
+
+    module: CaptionModel
+    collator: Collator
+
+    @classmethod
+    def open(cls, config: "ModelConfig", base: Path | str, never_trained: Sequence[str] = ()) -> "HfFamily":
+        """The model in the folder, or of the hub name, ``base``. A folder never asks the network.
+
+        Raises:
+            ConfigError: it cannot be loaded, lacks weights, does not show its image in its text, or a freeze pattern
+                fits nothing.
+        """
+        model, processor = load(config, base)
+        if processor.tokenizer.pad_token is None:
+            processor.tokenizer.pad_token = processor.tokenizer.eos_token  # pads are masked by position
+        freeze(model, [*config.freeze, *never_trained])
+        return cls(CaptionModel(model), Collator(processor, make_prompt(processor, config.prompt), config.max_length))
+
+    def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
+        """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
+        self.collator.check_lengths(samples)
+
+    def generate(self, images: Sequence[Image.Image], max_new_tokens: int) -> list[str]:
+        """One greedy caption an image, without prompt and special tokens. Draws no random number."""
+        model = self.module.model
+        prompts = self.collator.process(images, padding_side="left")
+        inputs = in_dtype({name: tensor.to(model.device) for name, tensor in prompts.items()}, model.dtype)
+        with evaluating(model), torch.no_grad():
+            ids = model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                use_cache=True,
+                eos_token_id=sorted(self._end_ids),
+                pad_token_id=self.collator.pad_id,
+            )
+        return [self._text(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a folder that the Auto classes load without a network."""
+        self.module.model.save_pretrained(folder)
+        self.collator.processor.save_pretrained(folder)
+
+    @property
+    def _end_ids(self) -> set[int]:
+        """What stops a caption: the end token it was trained with, and the model's own."""
+        own = self.module.model.generation_config.eos_token_id
+        own_ids = own if isinstance(own, list) else [own]
+        end = self.collator.processor.tokenizer.convert_tokens_to_ids(self.collator.prompt.end)
+        return {end, *own_ids} - {None}
+
+    def _text(self, ids: Sequence[int]) -> str:
+        # Cut at the end by position first: an end token that is not marked special would stay in the text.
+        end = next((i for i, token in enumerate(ids) if token in self._end_ids), len(ids))
+        text = self.collator.processor.tokenizer.decode(
+            ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return " ".join(text.split())
+
+
+def load(config: "ModelConfig", base: Path | str) -> tuple[Any, Any]:
+    """Model, in the config's dtype, and processor.
+
+    Raises:
+        ConfigError: not found, not an image-text-to-text model, or some weights are not in its files; the library
+            would fill those with random numbers and go on.
+    """
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    options = {
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": Path(base).is_dir(),
+    }
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(str(base), **options)
+        model, report = transformers.AutoModelForImageTextToText.from_pretrained(
+            str(base), dtype=getattr(torch, config.dtype), output_loading_info=True, **options
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            f"model.path: {base} cannot be loaded as an image-text-to-text model: {' '.join(str(error).split())}; give "
+            "the folder of one, or a hub name and a network",
+            path=base,
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model.path: {base} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} for example; "
+            "fetch it again, or choose a model of that kind",
+            path=base,
+        )
+    return model, processor
+
+
+def in_dtype(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs with pixels in the weights' type."""
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside the block, and as it was after it."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

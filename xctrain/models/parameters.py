@@ -1,0 +1,64 @@
+"""Which parameters train. Names are those of the base model's own files."""
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from shards.errors import ConfigError
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Stop the gradient of every parameter whose name fits one of the shell-style patterns.
+
+    Raises:
+        ConfigError: a pattern fits nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        names = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not names:
+            candidates = ", ".join(f"{block}.*" for block in _sizes_by_block(model))
+            raise ConfigError(f"model.freeze: {pattern!r} fits no parameter; use patterns such as {candidates}")
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"model.freeze: {', '.join(patterns)} freeze every parameter; leave at least one to train")
+
+
+def parameter_table(model: nn.Module) -> str:
+    """Text: trainable and frozen parameters of each block, one line a block, and their sum."""
+    rows = [(block, *sizes) for block, sizes in _sizes_by_block(model).items()]
+    rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'parameters':<{width}} {'trainable':>15} {'frozen':>15}"]
+    return "\n".join(lines + [f"{block:<{width}} {trained:>15,} {frozen:>15,}" for block, trained, frozen in rows])
+
+
+def parameters_without_gradient(loss: Tensor, model: nn.Module) -> tuple[str, ...]:
+    """Names of trainable parameters that ``loss`` does not depend on. No backward pass runs.
+
+    DistributedDataParallel waits for these for ever, or fails in its second step: freeze them, or tell it to look.
+    """
+    reached, seen, stack = set(), set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        reached.add(id(getattr(node, "variable", None)))
+        stack.extend(following for following, _ in node.next_functions)
+    return tuple(name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached)
+
+
+def _sizes_by_block(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Trainable and frozen numbers of each block, in the model's order: `model.vision_tower`, `lm_head` ..."""
+    trained: Counter[str] = Counter()
+    frozen: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        block = ".".join(parts[: 2 if len(parts) > 2 else 1])
+        trained[block] += parameter.numel() if parameter.requires_grad else 0
+        frozen[block] += 0 if parameter.requires_grad else parameter.numel()
+    return {block: (trained[block], frozen[block]) for block in trained}
