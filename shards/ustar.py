@@ -40,3 +40,12 @@ def padding(size: int) -> bytes:
 def padded(size: int) -> int:
     """``size`` rounded up to whole blocks."""
     return size + -size % BLOCK
+
+
+def difference(found: bytes, expected: bytes) -> str:
+    """Says how a header differs from the one that should be there, in words for an error message."""
+    if len(found) < len(expected):
+        return f"its tar header has {len(found)} bytes, expected {len(expected)}"
+    byte = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+    name = expected[:MAX_NAME].rstrip(b"\0").decode()
+    return f"byte {byte} of the tar header of {name} is {found[byte]:#04x}, expected {expected[byte]:#04x}"

@@ -1,0 +1,229 @@
+"""Random access to the samples of one split; every byte that leaves it has been checked."""
+
+import json
+import os
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from shards import ustar
+from shards.errors import DamagedSampleError, FormatError
+from shards.index import REBUILD, read_index
+from shards.manifest import Manifest, ShardEntry
+from shards.sample import Sample
+
+MAX_OPEN = 128  # shards; two file descriptors each, and many systems allow 1,024 per process
+
+
+@dataclass(frozen=True)
+class Part:
+    """One member of a sample: extension, payload offset in the tar, payload size, crc32 of the payload."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class SampleMeta:
+    """One line of meta.jsonl; width and height in pixels."""
+
+    key: str
+    parts: tuple[Part, ...]
+    width: int
+    height: int
+    flags: tuple[str, ...]
+
+
+class SplitReader:
+    """The samples of a split by index: length and random access, no position. Cheap to pickle and to make.
+
+    Shards are opened on first use, once per process, and the least recently used are closed again.
+    """
+
+    def __init__(self, folder: Path | str, split: str, manifest: Manifest | None = None) -> None:
+        """Reads the manifest unless it is given; touches no shard.
+
+        Raises:
+            ConfigError: not a shard folder, or it has no such split.
+        """
+        self.folder = Path(folder)
+        self.split = split
+        self.manifest = Manifest.load(self.folder) if manifest is None else manifest
+        self.shards = self.manifest.of_split(split)
+        self._ends = list(accumulate(s.num_samples for s in self.shards))
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Samples per shard, which is all that the order needs to know."""
+        return tuple(s.num_samples for s in self.shards)
+
+    def locate(self, index: int) -> tuple[ShardEntry, int]:
+        """The shard that holds a sample, and the sample's number in it."""
+        number, inside = self._find(index)
+        return self.shards[number], inside
+
+    def read(self, index: int) -> Sample:
+        """One sample, its headers and checksums compared with what the index and the sample list say.
+
+        Raises:
+            DamagedSampleError: bytes differ from those written; shard, key, found and expected are named.
+            FormatError: the shard as a whole is absent or not what the manifest says.
+        """
+        number, inside = self._find(index)
+        return self._shard(number).read(inside)
+
+    def meta(self, index: int) -> SampleMeta:
+        """What meta.jsonl says of one sample."""
+        number, inside = self._find(index)
+        return self._shard(number).meta(inside)
+
+    def key(self, index: int) -> str:
+        """The key of one sample."""
+        return self.meta(index).key
+
+    def metas(self) -> Iterator[SampleMeta]:
+        """What meta.jsonl says of every sample, in order."""
+        for number, shard in enumerate(self.shards):
+            opened = self._shard(number)
+            for inside in range(shard.num_samples):
+                yield opened.meta(inside)
+
+    def keys(self) -> list[str]:
+        """All keys, in order."""
+        return [meta.key for meta in self.metas()]
+
+    def _find(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of split {self.split}, which has {len(self)}")
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
+
+    def _shard(self, number: int) -> "OpenShard":
+        opened = self._open.pop(number, None)
+        if opened is None:
+            opened = OpenShard(self.folder, self.shards[number])
+        self._open[number] = opened
+        while len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+        return opened
+
+
+class OpenShard:
+    """One shard's files, checked against its manifest entry on opening. Reads by offset, so forks may share it."""
+
+    def __init__(self, folder: Path, entry: ShardEntry) -> None:
+        """Raises FormatError: a file is absent, or a size, a count or an offset is not what the manifest says."""
+        self.entry = entry
+        self.path = folder / entry.name
+        self._descriptors: list[int] = []
+        self._tar, tar_bytes = self._opened(self.path)
+        if tar_bytes != entry.num_bytes:
+            raise FormatError(
+                f"{entry.name}: has {tar_bytes} bytes, the manifest says {entry.num_bytes}; {REBUILD}",
+                path=self.path,
+            )
+        self.offsets = read_index(folder / entry.idx_name, entry.num_samples, entry.num_bytes)
+        self._meta, meta_bytes = self._opened(folder / entry.meta_name)
+        self._width, rest = divmod(meta_bytes, max(1, entry.num_samples))
+        if rest or (self._width == 0) != (entry.num_samples == 0):
+            raise FormatError(
+                f"{entry.meta_name}: has {meta_bytes} bytes, expected {entry.num_samples} equal lines; {REBUILD}",
+                path=folder / entry.meta_name,
+            )
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def _opened(self, path: Path) -> tuple[int, int]:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise FormatError(f"{path}: is missing, the manifest lists its shard; {REBUILD}", path=path) from None
+        self._descriptors.append(descriptor)
+        return descriptor, os.fstat(descriptor).st_size
+
+    def meta(self, inside: int) -> SampleMeta:
+        """The parsed line of one sample; lines have one width, so nothing before it is read."""
+        line = os.pread(self._meta, self._width, inside * self._width)
+        try:
+            if line[-1:] != b"\n":
+                raise ValueError(f"ends with {line[-1:]!r}, expected a line break")
+            return parse_meta(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged(
+                inside, None, f"line {inside + 1} of {self.entry.meta_name} is damaged: {error}"
+            ) from None
+
+    def read(self, inside: int) -> Sample:
+        """One sample, checked."""
+        meta = self.meta(inside)
+        start, stop = int(self.offsets[inside]), int(self.offsets[inside + 1])
+        span = os.pread(self._tar, stop - start, start)
+        payloads: dict[str, bytes] = {}
+        at = 0
+        for part in meta.parts:
+            name = f"{meta.key}.{part.name}"
+            at = self._check_place(inside, meta, part, span, start, at)
+            payload = span[at : at + part.num_bytes]
+            found = zlib.crc32(payload)
+            if found != part.crc32:
+                raise self._damaged(
+                    inside, meta.key, f"crc32 of {name} is {found:08x}, {self.entry.meta_name} says {part.crc32:08x}"
+                )
+            payloads[part.name] = payload
+            at += ustar.padded(part.num_bytes)
+        if at != len(span):
+            raise self._damaged(inside, meta.key, f"its members end at {start + at}, the index says {stop}")
+        return self._sample(inside, meta, payloads)
+
+    def _check_place(self, inside: int, meta: SampleMeta, part: Part, span: bytes, start: int, at: int) -> int:
+        """The payload's place in ``span``, once its header and offset are right."""
+        name = f"{meta.key}.{part.name}"
+        if part.offset != start + at + ustar.BLOCK:
+            raise self._damaged(
+                inside,
+                meta.key,
+                f"{name} is at {part.offset} in {self.entry.meta_name}, at {start + at + ustar.BLOCK} by the index",
+            )
+        header, expected = span[at : at + ustar.BLOCK], ustar.header(name, part.num_bytes)
+        if header != expected:
+            raise self._damaged(inside, meta.key, ustar.difference(header, expected))
+        return at + ustar.BLOCK
+
+    def _sample(self, inside: int, meta: SampleMeta, payloads: dict[str, bytes]) -> Sample:
+        extensions = [part.name for part in meta.parts]
+        if len(extensions) != 2 or extensions[1] != "json":
+            raise self._damaged(
+                inside, meta.key, f"its members are {', '.join(extensions)}, expected a picture and json"
+            )
+        return Sample(meta.key, payloads[extensions[0]], extensions[0], json.loads(payloads["json"]))
+
+    def _damaged(self, inside: int, key: str | None, what: str) -> DamagedSampleError:
+        name = f"sample {inside}" if key is None else f"sample {inside} ({key})"
+        return DamagedSampleError(f"{self.entry.name}: {name}: {what}; {REBUILD}", path=self.path, key=key)
+
+
+def parse_meta(line: bytes) -> SampleMeta:
+    """One line of meta.jsonl.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not one.
+    """
+    values = json.loads(line)
+    parts = tuple(Part(p["name"], p["offset"], p["bytes"], p["crc32"]) for p in values["parts"])
+    return SampleMeta(values["key"], parts, values["width"], values["height"], tuple(values["flags"]))

@@ -1,0 +1,99 @@
+"""What every rank trains on at every step: the global batch, its slots and its micro-batches."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from shards.errors import ConfigError
+from shards.order import Order
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a global batch. ``surplus``: behind the run's end, so it is read but gives no loss."""
+
+    n: int
+    epoch: int
+    index: int
+    surplus: bool = False
+
+
+class Stream:
+    """Cuts the order into global batches. Holds no position: every answer is a function of ``samples_consumed``."""
+
+    def __init__(self, order: Order, global_batch: int, end: int | None = None) -> None:
+        """``end``: number of positions in the run, None for an endless one; see ``num_positions``."""
+        if global_batch < 1:
+            raise ConfigError(f"train.global_batch is {global_batch}, expected 1 or more")
+        self.order = order
+        self.global_batch = global_batch
+        self.end = end
+
+    def num_positions(self, epochs: float) -> int:
+        """Slots that ``epochs`` epochs fill, a share of an epoch rounded up."""
+        return math.ceil(Fraction(str(epochs)) * self.order.num_samples)
+
+    def num_steps(self, epochs: float) -> int:
+        """Updates that cover ``epochs`` epochs; the last one may hold surplus slots."""
+        return -(-self.num_positions(epochs) // self.global_batch)
+
+    def step(self, samples_consumed: int) -> list[Slot]:
+        """The whole global batch that follows ``samples_consumed``, ordered by (lane, n)."""
+        ns = np.arange(samples_consumed, samples_consumed + self.global_batch)
+        ns = ns[np.argsort(self.order.lane_of(ns), kind="stable")]
+        indices = self.order.indices(ns)
+        return [
+            Slot(n, self.order.epoch_of(n), index, surplus=self.end is not None and n >= self.end)
+            for n, index in zip(ns.tolist(), indices.tolist(), strict=True)
+        ]
+
+    def micro_batches(self, samples_consumed: int, rank: int, world_size: int, micro_batch: int) -> list[list[Slot]]:
+        """Rank ``rank``'s part of that global batch, in the runs that it trains on one after the other.
+
+        Raises:
+            ConfigError: the global batch is not world_size * micro_batch * a whole number; see ``accumulation``.
+        """
+        count = accumulation(self.global_batch, world_size, micro_batch)
+        part = self.step(samples_consumed)[rank * count * micro_batch : (rank + 1) * count * micro_batch]
+        return [part[i : i + micro_batch] for i in range(0, len(part), micro_batch)]
+
+
+def accumulation(global_batch: int, world_size: int, micro_batch: int) -> int:
+    """Micro-batches per rank and step.
+
+    Raises:
+        ConfigError: they do not fill the global batch exactly; the possible numbers of processes are named.
+    """
+    if micro_batch < 1:
+        raise ConfigError(f"train.micro_batch is {micro_batch}, expected 1 or more")
+    if global_batch % (world_size * micro_batch) == 0:
+        return global_batch // (world_size * micro_batch)
+    possible = possible_world_sizes(global_batch, micro_batch)
+    if possible:
+        advice = f"with these, {_listed(possible)} processes are possible; or change train.micro_batch"
+    else:
+        advice = f"train.micro_batch must divide it: {_listed(divisors(global_batch))}"
+    fitting = [m for m in divisors(global_batch) if global_batch % (world_size * m) == 0]
+    if fitting:
+        advice += f"; {world_size} processes take a train.micro_batch of {_listed(fitting)}"
+    raise ConfigError(
+        f"train.global_batch is {global_batch}, which is not processes ({world_size}) x train.micro_batch "
+        f"({micro_batch}) x a whole number; {advice}"
+    )
+
+
+def possible_world_sizes(global_batch: int, micro_batch: int) -> list[int]:
+    """Numbers of processes for which the global batch can be cut; empty if no number works."""
+    return [] if global_batch % micro_batch else divisors(global_batch // micro_batch)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, rising."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
