@@ -91,6 +91,11 @@ class SplitReader:
         number, inside = self._find(index)
         return self._shard(number).meta(inside)
 
+    def read_json(self, index: int) -> dict[str, Any]:
+        """KEY.json of one sample, without touching its picture."""
+        number, inside = self._find(index)
+        return self._shard(number).read_json(inside)
+
     def key(self, index: int) -> str:
         """The key of one sample."""
         return self.meta(index).key
@@ -173,49 +178,66 @@ class OpenShard:
         """One sample, checked."""
         meta = self.meta(inside)
         start, stop = int(self.offsets[inside]), int(self.offsets[inside + 1])
-        span = os.pread(self._tar, stop - start, start)
-        payloads: dict[str, bytes] = {}
-        at = 0
-        for part in meta.parts:
-            name = f"{meta.key}.{part.name}"
-            at = self._check_place(inside, meta, part, span, start, at)
-            payload = span[at : at + part.num_bytes]
-            found = zlib.crc32(payload)
-            if found != part.crc32:
-                raise self._damaged(
-                    inside, meta.key, f"crc32 of {name} is {found:08x}, {self.entry.meta_name} says {part.crc32:08x}"
-                )
-            payloads[part.name] = payload
-            at += ustar.padded(part.num_bytes)
-        if at != len(span):
-            raise self._damaged(inside, meta.key, f"its members end at {start + at}, the index says {stop}")
-        return self._sample(inside, meta, payloads)
+        try:
+            payloads = checked_payloads(meta, os.pread(self._tar, stop - start, start), start)
+        except MismatchError as error:
+            raise self._damaged(inside, meta.key, str(error)) from None
+        extension = meta.parts[0].name
+        return Sample(meta.key, payloads[extension], extension, json.loads(payloads["json"]))
 
-    def _check_place(self, inside: int, meta: SampleMeta, part: Part, span: bytes, start: int, at: int) -> int:
-        """The payload's place in ``span``, once its header and offset are right."""
-        name = f"{meta.key}.{part.name}"
-        if part.offset != start + at + ustar.BLOCK:
-            raise self._damaged(
-                inside,
-                meta.key,
-                f"{name} is at {part.offset} in {self.entry.meta_name}, at {start + at + ustar.BLOCK} by the index",
-            )
-        header, expected = span[at : at + ustar.BLOCK], ustar.header(name, part.num_bytes)
-        if header != expected:
-            raise self._damaged(inside, meta.key, ustar.difference(header, expected))
-        return at + ustar.BLOCK
-
-    def _sample(self, inside: int, meta: SampleMeta, payloads: dict[str, bytes]) -> Sample:
-        extensions = [part.name for part in meta.parts]
-        if len(extensions) != 2 or extensions[1] != "json":
-            raise self._damaged(
-                inside, meta.key, f"its members are {', '.join(extensions)}, expected a picture and json"
-            )
-        return Sample(meta.key, payloads[extensions[0]], extensions[0], json.loads(payloads["json"]))
+    def read_json(self, inside: int) -> dict[str, Any]:
+        """KEY.json of one sample, without touching its picture."""
+        meta = self.meta(inside)
+        part = meta.parts[-1]
+        payload = os.pread(self._tar, part.num_bytes, part.offset)
+        if zlib.crc32(payload) != part.crc32:
+            raise self._damaged(inside, meta.key, _crc_differs(f"{meta.key}.{part.name}", payload, part))
+        return dict(json.loads(payload))
 
     def _damaged(self, inside: int, key: str | None, what: str) -> DamagedSampleError:
         name = f"sample {inside}" if key is None else f"sample {inside} ({key})"
         return DamagedSampleError(f"{self.entry.name}: {name}: {what}; {REBUILD}", path=self.path, key=key)
+
+
+class MismatchError(Exception):
+    """Bytes of a tar are not what meta.jsonl says; the text holds what was found and expected."""
+
+
+def checked_payloads(meta: SampleMeta, span: bytes, start: int) -> dict[str, bytes]:
+    """The payloads by extension in ``span``, a sample's bytes from its first header to its last padding.
+
+    Raises:
+        MismatchError: an offset, a header or a payload is not the one that ``meta`` describes.
+    """
+    extensions = [part.name for part in meta.parts]
+    if len(extensions) != 2 or extensions[1] != "json":
+        raise MismatchError(f"its members are {', '.join(extensions)}, expected a picture and json")
+    payloads = {}
+    at = 0
+    for part in meta.parts:
+        name = f"{meta.key}.{part.name}"
+        expected = ustar.header(name, part.num_bytes)
+        found, at = span[at : at + ustar.BLOCK], at + ustar.BLOCK
+        if found != expected:
+            raise MismatchError(ustar.difference(found, expected))
+        if part.offset != start + at:
+            raise MismatchError(f"{name} begins at byte {start + at}, meta.jsonl says {part.offset}")
+        payload = span[at : at + part.num_bytes]
+        if len(payload) != part.num_bytes:
+            raise MismatchError(
+                f"{name} has {len(payload)} bytes before the end of the file, expected {part.num_bytes}"
+            )
+        if zlib.crc32(payload) != part.crc32:
+            raise MismatchError(_crc_differs(name, payload, part))
+        payloads[part.name] = payload
+        at += ustar.padded(part.num_bytes)
+    if at != len(span):
+        raise MismatchError(f"its members end at byte {start + at}, expected {start + len(span)}")
+    return payloads
+
+
+def _crc_differs(name: str, payload: bytes, part: Part) -> str:
+    return f"crc32 of {name} is {zlib.crc32(payload):08x}, meta.jsonl says {part.crc32:08x}"
 
 
 def parse_meta(line: bytes) -> SampleMeta:
@@ -226,4 +248,7 @@ def parse_meta(line: bytes) -> SampleMeta:
     """
     values = json.loads(line)
     parts = tuple(Part(p["name"], p["offset"], p["bytes"], p["crc32"]) for p in values["parts"])
+    numbers = (values["width"], values["height"], *(n for p in parts for n in (p.offset, p.num_bytes, p.crc32)))
+    if not parts or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("expected parts, and whole numbers for places and sizes")
     return SampleMeta(values["key"], parts, values["width"], values["height"], tuple(values["flags"]))

@@ -1,0 +1,229 @@
+"""python -m shards: look at, check and describe a shard folder."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shards import cli
+from shards.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shards.manifest import Manifest
+
+MAX_SHOWN = 20  # findings printed per file; --json gives all
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, run the command, return its exit code: 0 done, 1 findings or failure, 2 wrong usage."""
+    arguments = _parser().parse_args(argv)
+    return int(arguments.command(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m shards", description="Look at, check and describe a shard folder.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("folder", type=Path, metavar="DIR", help="the folder that a build wrote to")
+        command.add_argument("--json", action="store_true", help="print JSON for a program")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(command=function)
+        return command
+
+    add("ls", list_shards, "List the shards.")
+    show = add("show", show_sample, "Print one sample's JSON, and write its picture with --out.")
+    show.add_argument("key", metavar="KEY")
+    show.add_argument("--out", type=Path, metavar="FILE", help="write the picture there (or into this folder)")
+    add("verify", verify_folder, "Recheck every byte against the manifest; exit code 1 if anything differs.")
+    add("stats", print_stats, "Sizes of pictures, captions, flags, and balance of the shards.")
+    plan = add("plan", print_plan, "Say what a run over a split would do, and what it would refuse (exit code 2).")
+    plan.add_argument("--split", help="default: each split")
+    plan.add_argument("--global-batch", type=int, default=64, metavar="B", help="samples per step (default 64)")
+    plan.add_argument("--micro-batch", type=int, default=1, metavar="M", help="samples per forward (default 1)")
+    plan.add_argument("--gpus", type=int, default=1, metavar="R", help="processes (default 1)")
+    plan.add_argument("--workers", type=int, default=1, metavar="W", help="loader workers per process (default 1)")
+    plan.add_argument("--seed", type=int, default=0)
+    plan.add_argument("--fragment", type=int, default=32, help="neighbouring samples kept together (default 32)")
+    plan.add_argument("--window", type=int, default=16384, help="samples scattered among each other (default 16384)")
+    plan.add_argument("--lanes", type=int, default=8, help="parts read side by side (default 8)")
+    return parser
+
+
+def list_shards(arguments: argparse.Namespace) -> int:
+    """Table of shards with totals."""
+    from dataclasses import asdict
+
+    manifest = _manifest(arguments.folder)
+    if arguments.json:
+        shards = [asdict(s) for s in manifest.shards]
+        _print_json({"manifest_id": manifest.manifest_id, "splits": manifest.splits, "shards": shards})
+        return 0
+    rows = [(s.name, s.split, str(s.num_samples), _size(s.num_bytes), s.sha256[:12]) for s in manifest.shards]
+    _print_table(("shard", "split", "samples", "size", "sha256"), rows)
+    for split, samples in manifest.splits.items():
+        entries = manifest.of_split(split)
+        print(f"{split}: {samples} samples in {len(entries)} shards, {_size(sum(s.num_bytes for s in entries))}")
+    print(f"manifest_id {manifest.manifest_id}")
+    return 0
+
+
+def show_sample(arguments: argparse.Namespace) -> int:
+    """One sample by key."""
+    from dataclasses import asdict
+
+    from shards.atomic import write_file
+    from shards.find import find_key
+
+    reader, index = find_key(arguments.folder, _manifest(arguments.folder), arguments.key)
+    shard, inside = reader.locate(index)
+    meta, sample = reader.meta(index), reader.read(index)
+    answer = {
+        "key": sample.key,
+        "split": reader.split,
+        "shard": shard.name,
+        "sample": inside,
+        "parts": [asdict(part) for part in meta.parts],
+        "flags": meta.flags,
+        "json": sample.meta,
+    }
+    if arguments.out:
+        out: Path = arguments.out
+        if out.is_dir():
+            out = out / f"{sample.key}.{sample.extension}"
+        write_file(out, sample.image)
+        answer["image"] = str(out)
+    _print_json(answer)
+    return 0
+
+
+def verify_folder(arguments: argparse.Namespace) -> int:
+    """All findings."""
+    from dataclasses import asdict
+
+    from shards.verify import verify
+
+    manifest = _manifest(arguments.folder)
+    findings = verify(arguments.folder)
+    if arguments.json:
+        _print_json({"ok": not findings, "findings": [asdict(f) for f in findings]})
+        return 1 if findings else 0
+    shown: dict[str, int] = {}
+    for finding in findings:
+        shown[finding.path] = shown.get(finding.path, 0) + 1
+        if shown[finding.path] <= MAX_SHOWN:
+            print(finding)
+    for path, count in shown.items():
+        if count > MAX_SHOWN:
+            print(f"{path}: {count - MAX_SHOWN} more findings; --json lists them")
+    samples = f"{sum(manifest.splits.values())} samples in {len(manifest.shards)} shards"
+    if findings:
+        print(f"{len(findings)} findings in {len(shown)} files, {samples}; run the build again to restore what differs")
+        return 1
+    print(f"ok: {samples}, every byte as the manifest says")
+    return 0
+
+
+def print_stats(arguments: argparse.Namespace) -> int:
+    """Statistics per split."""
+    from shards.stats import folder_stats
+
+    _manifest(arguments.folder)
+    stats = folder_stats(arguments.folder)
+    if arguments.json:
+        _print_json(stats)
+        return 0
+    for split, values in stats["splits"].items():
+        print(f"{split}: {values['samples']} samples, {values['captions']} captions, {_size(values['bytes'])}")
+        for name in ("extensions", "flags"):
+            counts = ", ".join(f"{key} {count}" for key, count in values[name].items())
+            print(f"{name}: {counts or 'none'}")
+        rows = [
+            (name, *(f"{spread[c]:.6g}" for c in ("min", "p5", "median", "mean", "p95", "max")))
+            for name, spread in values["distributions"].items()
+            if spread
+        ]
+        _print_table(("", "min", "5 %", "median", "mean", "95 %", "max"), rows)
+        print()
+    return 0
+
+
+def print_plan(arguments: argparse.Namespace) -> int:
+    """Facts, notes and refusals per split."""
+    from shards.order import OrderSettings
+    from shards.plan import make_plan
+
+    for name in ("gpus", "workers", "global_batch", "micro_batch"):
+        if getattr(arguments, name) < (0 if name == "workers" else 1):
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected 1 or more")
+    manifest = _manifest(arguments.folder)
+    settings = OrderSettings(arguments.seed, arguments.fragment, arguments.window, arguments.lanes)
+    splits = [arguments.split] if arguments.split else list(manifest.splits)
+    plans = {
+        split: make_plan(
+            [s.num_samples for s in manifest.of_split(split)],
+            settings,
+            arguments.global_batch,
+            arguments.micro_batch,
+            arguments.gpus,
+            arguments.workers,
+        )
+        for split in splits
+    }
+    if arguments.json:
+        _print_json({s: {**p.facts, "refused": p.refusals, "notes": p.notes} for s, p in plans.items()})
+    else:
+        for split, plan in plans.items():
+            print(f"{split}:")
+            for name, value in _flat(plan.facts):
+                print(f"  {name:<42} {value}")
+            for note in plan.notes:
+                print(f"  note: {note}")
+            for refusal in plan.refusals:
+                print(f"  refused: {refusal}")
+    return 2 if any(plan.refusals for plan in plans.values()) else 0
+
+
+def _flat(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            lines += _flat({f"{name}: {key}": inner for key, inner in value.items()})
+        elif isinstance(value, list):
+            lines.append((name, ", ".join(map(str, value)) or "none"))
+        else:
+            lines.append((name, f"{value:.2f}" if isinstance(value, float) else str("-" if value is None else value)))
+    return lines
+
+
+def _manifest(folder: Path) -> "Manifest":
+    from shards.manifest import Manifest
+
+    return Manifest.load(folder)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+def _print_json(value: Any) -> None:
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:  # not a UTF-8 terminal, or half a character pair in a caption
+        text = json.dumps(value, indent=1)
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,140 @@
+"""Rechecks every byte of a shard folder against its manifest."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shards import ustar
+from shards.index import index_problem
+from shards.manifest import Manifest, ShardEntry
+from shards.reader import MismatchError, SampleMeta, checked_payloads, parse_meta
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong: in which file, with which sample if it can be told, and what was found and expected."""
+
+    path: str
+    key: str | None
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}" if self.key is None else f"{self.path}: {self.key}: {self.problem}"
+
+
+def verify(folder: Path) -> list[Finding]:
+    """All findings, shard by shard; empty if the folder is what its manifest says.
+
+    Raises:
+        ConfigError, FormatError: the manifest itself cannot be read.
+    """
+    manifest = Manifest.load(folder)
+    listed = {shard.name for shard in manifest.shards}
+    findings = [
+        Finding(path.name, None, "is not in the manifest; remove it, or readers that go by file names will read it")
+        for path in sorted(folder.glob("*.tar"))
+        if path.name not in listed
+    ]
+    seen: dict[str, str] = {}
+    for entry in manifest.shards:
+        lines = _meta_lines(folder, entry, findings)
+        findings += _check_index(folder, entry, lines)
+        findings += _check_tar(folder, entry, lines)
+        for meta in filter(None, lines):
+            if meta.key in seen:
+                problem = f"the key is in {seen[meta.key]} too; keys must be unique over the dataset"
+                findings.append(Finding(entry.name, meta.key, problem))
+            seen.setdefault(meta.key, entry.name)
+    return findings
+
+
+def _meta_lines(folder: Path, entry: ShardEntry, findings: list[Finding]) -> list[SampleMeta | None]:
+    """The parsed meta.jsonl, None for a line that cannot be; what is wrong goes to ``findings``."""
+    raw = _read(folder, entry.meta_name, entry.meta_sha256, findings)
+    if raw is None:
+        return []
+    lines: list[SampleMeta | None] = []
+    for number, line in enumerate(raw.splitlines(), 1):
+        try:
+            lines.append(parse_meta(line))
+        except (ValueError, KeyError, TypeError) as error:
+            findings.append(Finding(entry.meta_name, None, f"line {number} is damaged: {error}"))
+            lines.append(None)
+    if len(lines) != entry.num_samples:
+        findings.append(
+            Finding(entry.meta_name, None, f"has {len(lines)} lines, the manifest says {entry.num_samples}")
+        )
+    return lines
+
+
+def _check_index(folder: Path, entry: ShardEntry, lines: list[SampleMeta | None]) -> Iterator[Finding]:
+    findings: list[Finding] = []
+    raw = _read(folder, entry.idx_name, entry.idx_sha256, findings)
+    yield from findings
+    if raw is None:
+        return
+    if len(raw) != 8 * (entry.num_samples + 1):
+        expected = f"expected {8 * (entry.num_samples + 1)} for {entry.num_samples} samples"
+        yield Finding(entry.idx_name, None, f"has {len(raw)} bytes, {expected}")
+        return
+    offsets = np.frombuffer(raw, "<u8").astype(np.int64)
+    if problem := index_problem(offsets, entry.num_bytes):
+        yield Finding(entry.idx_name, None, problem)
+    for meta, found in zip(lines, offsets.tolist(), strict=False):
+        if meta and found != _start(meta):
+            yield Finding(entry.idx_name, meta.key, f"begins at {found}, {entry.meta_name} says {_start(meta)}")
+            return
+
+
+def _check_tar(folder: Path, entry: ShardEntry, lines: list[SampleMeta | None]) -> Iterator[Finding]:
+    path = folder / entry.name
+    if not path.is_file():
+        yield Finding(entry.name, None, f"is missing, the manifest lists it with {entry.num_samples} samples")
+        return
+    num_bytes = path.stat().st_size
+    if num_bytes != entry.num_bytes:
+        yield Finding(entry.name, None, f"has {num_bytes} bytes, the manifest says {entry.num_bytes}")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != entry.sha256:
+            yield Finding(entry.name, None, f"sha256 is {found}, the manifest says {entry.sha256}")
+        at: int | None = 0
+        for meta in lines:
+            if meta is None:
+                at = None  # the next sample's place is only known from its own line
+                continue
+            start, stop = _start(meta), meta.parts[-1].offset + ustar.padded(meta.parts[-1].num_bytes)
+            if at is not None and start != at:
+                yield Finding(entry.name, meta.key, f"begins at byte {start}, but the sample before it ends at {at}")
+            file.seek(start)
+            try:
+                checked_payloads(meta, file.read(stop - start), start)
+            except MismatchError as error:
+                yield Finding(entry.name, meta.key, str(error))
+            at = stop
+        last = lines[-1] if lines else None
+        if at is not None and (last or not entry.num_samples):
+            file.seek(at)
+            if (end := file.read()) != ustar.END:
+                key = last.key if last else None
+                expected = f"expected the {len(ustar.END)} zero bytes that end a tar"
+                yield Finding(entry.name, key, f"{len(end)} bytes follow the last sample, {expected}")
+
+
+def _start(meta: SampleMeta) -> int:
+    return meta.parts[0].offset - ustar.BLOCK
+
+
+def _read(folder: Path, name: str, sha256: str, findings: list[Finding]) -> bytes | None:
+    try:
+        raw = (folder / name).read_bytes()
+    except FileNotFoundError:
+        findings.append(Finding(name, None, "is missing, the manifest lists its shard"))
+        return None
+    found = hashlib.sha256(raw).hexdigest()
+    if found != sha256:
+        findings.append(Finding(name, None, f"sha256 is {found}, the manifest says {sha256}"))
+    return raw
