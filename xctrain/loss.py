@@ -22,7 +22,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def num_logits_needed(labels: Tensor) -> int:
-    """Number K >= 1 of last positions whose logits the loss reads: the one before the first target, and all after it."""
+    """Number K >= 1 of last positions whose logits the loss reads: the one before the first target, and all behind."""
     columns = (labels != IGNORED).any(dim=0).nonzero()
     first = int(columns[0]) if len(columns) else labels.shape[1]
     return labels.shape[1] - first + 1 if first else labels.shape[1]

@@ -28,9 +28,15 @@ def make_prompt(processor: Any, instruction: str) -> Prompt:
         ConfigError: the processor has neither a chat template nor an image token, so the image does not stand in the
             text and labels cannot be laid along it (encoder-decoder captioners such as BLIP).
     """
+    template = getattr(processor, "chat_template", None)
+    if not template and not isinstance(getattr(processor, "image_token", None), str):
+        raise ConfigError(
+            f"model.path: {type(processor).__name__} has neither a chat template nor an image token, expected a model "
+            "whose text holds its image; choose another image-text-to-text model"
+        )
     tokenizer = processor.tokenizer
-    if not getattr(processor, "chat_template", None):
-        return Prompt(_image_token(processor) + instruction, lead="", end=tokenizer.eos_token, has_bos=False)
+    if not template:
+        return Prompt(processor.image_token + instruction, lead="", end=tokenizer.eos_token, has_bos=False)
     user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": instruction}]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": _MARK}]}
     text = processor.apply_chat_template([user], add_generation_prompt=True)
@@ -48,7 +54,8 @@ def answer_ids(tokenizer: Any, prompt: Prompt, caption: str) -> list[int]:
     """Token ids of a caption as it continues the prompt, the end token included."""
 
     def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Split: a caption that holds the text of a special token, "<image>" say, must not put that token in.
+        return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     end = tokenizer.convert_tokens_to_ids(prompt.end)
     if prompt.lead:
@@ -58,16 +65,6 @@ def answer_ids(tokenizer: Any, prompt: Prompt, caption: str) -> list[int]:
         if both[: len(before)] == before:
             return [*both[len(before) :], end]
     return [*encode(prompt.lead + caption), end]
-
-
-def _image_token(processor: Any) -> str:
-    token = getattr(processor, "image_token", None)
-    if not isinstance(token, str):
-        raise ConfigError(
-            f"model.path: {type(processor).__name__} has neither a chat template nor an image token, expected a model "
-            "whose text holds its image; choose another image-text-to-text model"
-        )
-    return token
 
 
 def _first_special_token(tokenizer: Any, text: str) -> str | None:

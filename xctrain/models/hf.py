@@ -165,10 +165,11 @@ class HfFamily:
                 fits nothing.
         """
         model, processor = load(config, base)
+        prompt = make_prompt(processor, config.prompt)
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token  # pads are masked by position
         freeze(model, [*config.freeze, *never_trained])
-        return cls(CaptionModel(model), Collator(processor, make_prompt(processor, config.prompt), config.max_length))
+        return cls(CaptionModel(model), Collator(processor, prompt, config.max_length))
 
     def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
         """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""

@@ -1,4 +1,4 @@
-"""A small LLaVA built on the spot, the same bytes from the same seed and captions. `hf.py` then treats it as any model."""
+"""A small LLaVA built on the spot: same bytes from the same seed and captions; `hf.py` then treats it as any model."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ VISION_LAYERS = 3
 TEXT_LAYERS = 3
 HEADS = 4
 VOCABULARY = 512  # at most; 256 bytes, merges and special tokens
-DROPOUT = 0.0  # of attention
+DROPOUT = 0.1  # of attention
 
 PAD, END, IMAGE, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|image|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
