@@ -107,6 +107,15 @@ class SplitReader:
             for inside in range(shard.num_samples):
                 yield opened.meta(inside)
 
+    def require_whole(self) -> None:
+        """Open every shard once, which compares sizes, counts and offsets with the manifest; reads no picture.
+
+        Raises:
+            FormatError: a shard is not what the manifest says.
+        """
+        for number in range(len(self.shards)):
+            self._shard(number)
+
     def keys(self) -> list[str]:
         """All keys, in order."""
         return [meta.key for meta in self.metas()]
