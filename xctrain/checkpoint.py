@@ -238,30 +238,30 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return values
 
 
-def load_weights(path: Path, module: nn.Module) -> None:
-    """Put a checkpoint's weights into ``module``.
+def load_weights(path: Path, module: nn.Module, *, every_trainable: bool) -> None:
+    """Put a checkpoint's weights into ``module``; ``every_trainable``: to go on training, so none may be left as it was.
 
     Raises:
-        CheckpointError: names or shapes are not exactly those of the module's trainable parameters.
+        CheckpointError: names or shapes differ from the module's.
     """
     saved = load_file(path / "model.safetensors")
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    odd = sorted(saved.keys() ^ parameters.keys())
-    if odd:
+    parameters = dict(module.named_parameters())
+    expected = {name for name, p in parameters.items() if p.requires_grad} if every_trainable else saved.keys()
+    if odd := sorted((saved.keys() ^ expected) | (saved.keys() - parameters.keys())):
         raise CheckpointError(
-            f"{path}: holds {len(saved)} trainable weights, the model has {len(parameters)}; {len(odd)} names are on "
+            f"{path}: holds {len(saved)} trainable weights, the model has {len(expected)}; {len(odd)} names are on "
             f"one side only, first {odd[0]}; use the model.path and model.freeze that the run began with",
             path=path,
         )
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != saved[name].shape:
+        for name, weight in saved.items():
+            if parameters[name].shape != weight.shape:
                 raise CheckpointError(
-                    f"{path}: {name} is {tuple(saved[name].shape)}, the model has {tuple(parameter.shape)}; "
+                    f"{path}: {name} is {tuple(weight.shape)}, the model has {tuple(parameters[name].shape)}; "
                     "use the model that the run began with",
                     path=path,
                 )
-            parameter.copy_(saved[name])
+            parameters[name].copy_(weight)
 
 
 def _names(module: nn.Module) -> dict[int, str]:

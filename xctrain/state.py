@@ -1,10 +1,9 @@
 """How far a run has come: what ``position.json`` holds. The same on every rank at every step."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shards.order import VERSION as ORDER_VERSION
 from shards.order import OrderSettings
 from xctrain.errors import CheckpointError
 
@@ -27,7 +26,7 @@ class Segment:
     fragment: int
     window: int
     lanes: int
-    order_version: int = ORDER_VERSION
+    order_version: int = OrderSettings.VERSION
 
     @property
     def order_settings(self) -> OrderSettings:
@@ -54,7 +53,7 @@ class TrainState:
     masked: tuple[Masked, ...] = ()
     segments: tuple[Segment, ...] = ()
     keys_from: int | None = None  # position from which every trained key is logged
-    skips_in_a_row: int = field(default=0)
+    skips_in_a_row: int = 0
 
     def advance(self, samples: int, digest: int, masked: Iterable[Masked] = ()) -> "TrainState":
         """After an update from one global batch of ``samples`` slots."""

@@ -1,0 +1,162 @@
+"""The command line: train, launch, evaluate, audit, batch, caption, report, doctor."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shards import cli
+
+_EPILOG = "exit codes: 0 done, 1 failed, 2 wrong usage or config, 75 stopped by a signal after saving"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; exit code."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)  # argparse itself takes no settings behind an option
+    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    return command(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m xctrain", description=__doc__, epilog=_EPILOG)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, epilog=_EPILOG)
+        added.set_defaults(command=command)
+        return added
+
+    def add_config(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = add(name, command, text)
+        added.add_argument("config", type=Path, help="YAML file, see configs/")
+        added.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings on top of the file")
+        return added
+
+    def add_run(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = add(name, command, text)
+        added.add_argument("run", type=Path, help="run folder")
+        return added
+
+    add_config("train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")
+    launch = add_config("launch", _launch, "train all ranks of this node, one process per GPU")
+    launch.add_argument("--processes", type=int, required=True, help="number of processes, one per GPU")
+    evaluate = add_config("evaluate", _evaluate, "caption and score a split with the run's newest checkpoint")
+    evaluate.add_argument("--json", action="store_true", help="print the scores as JSON")
+    evaluate.add_argument("--out", type=Path, help="write the captions there, one JSON line an image")
+    audit = add_run("audit", _audit, "prove that a run trained on each sample of its order exactly once")
+    audit.add_argument("--json", action="store_true", help="print the audit as JSON")
+    batch = add_run("batch", _batch, "show the samples of a step, past or future")
+    batch.add_argument("--step", type=int, required=True, help="step, counted from 1")
+    batch.add_argument("--json", action="store_true", help="print the samples as JSON")
+    caption = add_run("caption", _caption, "caption your own pictures")
+    caption.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="picture files or folders of them")
+    caption.add_argument("--json", action="store_true", help="one JSON line a picture")
+    caption.add_argument("--out", type=Path, help="write to this file instead of the screen")
+    report = add_run("report", _report, "make the run's report.html")
+    report.add_argument("--out", type=Path, help="file to write, RUN/report.html unless given")
+    doctor = add("doctor", _doctor, "test this machine, with one next step for each finding")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from shards.settings import load_settings
+    from xctrain.config import Config
+
+    config = load_settings(Config, arguments.config, arguments.overrides)
+    from xctrain.session import train_rank
+
+    return train_rank(config)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from shards.settings import load_settings
+    from xctrain.config import Config
+    from xctrain.errors import ConfigError
+    from xctrain.launch import launch
+    from xctrain.start import make_plan
+
+    if arguments.processes < 1:
+        raise ConfigError(f"--processes is {arguments.processes}, expected 1 or more")
+    config = load_settings(Config, arguments.config, arguments.overrides)
+    make_plan(config, arguments.processes)  # refused here, once, rather than by every rank
+    gpus = num_gpus()
+    if gpus == 0:
+        print(f"no GPU found: {arguments.processes} CPU processes", file=sys.stderr)
+    elif gpus < arguments.processes:
+        raise ConfigError(f"--processes is {arguments.processes}, this machine has {gpus} GPUs; ask for at most {gpus}")
+    return launch([str(arguments.config), *arguments.overrides], arguments.processes)
+
+
+def num_gpus() -> int:
+    """GPUs that torch would see, without importing torch: by the driver's device files and CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()])
+    return found if visible is None else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from shards.settings import load_settings
+    from xctrain.config import Config
+
+    config = load_settings(Config, arguments.config, arguments.overrides)
+    from xctrain.session import evaluate_rank
+
+    return evaluate_rank(config, as_json=arguments.json, out=arguments.out)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from xctrain import audit
+
+    result = audit.audit(audit.open_run(arguments.run))
+    print(json.dumps(result.to_json(), indent=1) if arguments.json else audit.as_text(result))
+    return 0 if result.ok else 1
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from xctrain import audit
+
+    run = audit.open_run(arguments.run)
+    rows = [
+        {"n": slot.n, "epoch": slot.epoch, "key": key, "captions": run.reader.read_json(slot.index)["captions"]}
+        for slot, key in audit.batch_of_step(run, arguments.step)
+    ]
+    if arguments.json:
+        print(json.dumps({"step": arguments.step, "samples": rows}, indent=1, ensure_ascii=False))
+    else:
+        for row in rows:
+            print(f"{row['n']:>10}  epoch {row['epoch']:<4} {row['key']}  {' | '.join(row['captions'])}")
+    return 0
+
+
+def _caption(arguments: argparse.Namespace) -> int:
+    from xctrain.session import caption_images
+
+    return caption_images(arguments.run, arguments.images, as_json=arguments.json, out=arguments.out)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from xctrain.session import report_run
+
+    print(report_run(arguments.run, arguments.out))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from xctrain import doctor
+
+    findings = doctor.examine()
+    print(json.dumps([f.to_json() for f in findings], indent=1) if arguments.json else doctor.as_text(findings))
+    return 0 if all(f.ok for f in findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,47 @@
+"""Where the base model lies, and what names it: the tiny one is built there on first use."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from shards.reader import SplitReader
+from xctrain.config import Config
+from xctrain.errors import ConfigError
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+
+
+def base_model(config: Config) -> Path | str:
+    """Folder or hub name of the model that training begins from."""
+    if config.model.path is None:
+        return config.run.dir / "base-model"
+    return config.model.path
+
+
+def ensure_base_model(config: Config, reader: SplitReader) -> None:
+    """Build the tiny model unless it is there; any other one must be there already. Called on one process."""
+    base = Path(base_model(config))
+    if config.model.family == "tiny":
+        if not (base / "config.json").exists():
+            from xctrain.models.tiny import build_tiny
+
+            base.parent.mkdir(parents=True, exist_ok=True)
+            build_tiny(base, _captions(reader), config.train.seed)
+    elif config.model.path and not base.exists() and config.model.path.startswith((".", "/", "~")):
+        raise ConfigError(f"model.path: {base}: there is no such folder; give a model folder or a hub name", path=base)
+
+
+def _captions(reader: SplitReader) -> Iterator[str]:
+    for index in range(len(reader)):
+        yield from reader.read_json(index)["captions"]
+
+
+def model_id(config: Config) -> str:
+    """Names the base model independently of where it lies: hash of its config and its files' names and sizes."""
+    base = Path(base_model(config))
+    if not base.is_dir():
+        return f"{config.model.path}@{config.model.revision or 'main'}"
+    digest = hashlib.sha256((base / "config.json").read_bytes() if (base / "config.json").exists() else b"")
+    for path in sorted({p for pattern in _WEIGHTS for p in base.glob(pattern)}):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]

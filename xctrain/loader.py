@@ -1,0 +1,183 @@
+"""The torch loader over a Stream: told where to start, it never counts; what it read ahead is dropped at a stop."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from shards.errors import DamagedSampleError, UserError
+from shards.hashing import mix64, text64
+from shards.reader import SplitReader
+from shards.sample import Sample
+from shards.stream import Slot, Stream
+from xctrain.collate import Batch, Row
+from xctrain.processes import become_worker
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SURPLUS = "surplus"  # reason of slots past the run's end
+DAMAGED = "damaged"  # first word of the reason of slots that could not be read
+
+_READ_TRIES = 3
+_FIRST_PAUSE_S = 0.5
+_GRAY = (127, 127, 127)
+
+CaptionChoice = Literal["random", "first", "all"]
+
+
+def choose_captions(
+    captions: Sequence[str], choice: CaptionChoice, *, seed: int, epoch: int, key: str
+) -> tuple[str, ...]:
+    """The captions an image trains on in one epoch: a pure function, so workers and resume cannot change it.
+
+    ``random`` begins at a caption drawn from (seed, key) and takes the next one each epoch, so that k epochs see all k.
+    """
+    if choice == "all":
+        return tuple(captions)
+    if choice == "first":
+        return (captions[0],)
+    return (captions[(mix64(seed, text64(key)) + epoch) % len(captions)],)
+
+
+class SlotRows(Dataset[Row]):
+    """Slots of the stream as decoded rows. Holds no position."""
+
+    def __init__(self, reader: SplitReader, choice: CaptionChoice, seed: int, *, blank: bool = False) -> None:
+        self.reader = reader
+        self.choice = choice
+        self.seed = seed
+        self.blank = blank  # gray pictures, for scoring what a model says without looking
+
+    def __getitem__(self, slot: Slot) -> Row:
+        """One row. A damaged sample keeps its slot, without loss: nothing is ever substituted or shifted."""
+        if slot.surplus:
+            return Row(slot.n, slot.epoch, "", _blank(), ("",), masked=SURPLUS)
+        try:
+            sample = self._read(slot.index)
+            image = _blank(sample.meta["width"], sample.meta["height"]) if self.blank else sample.open_image()
+        except DamagedSampleError as error:
+            meta = self.reader.meta(slot.index)
+            return Row(slot.n, slot.epoch, meta.key, _blank(meta.width, meta.height), ("",), f"{DAMAGED}: {error}")
+        captions = choose_captions(sample.captions, self.choice, seed=self.seed, epoch=slot.epoch, key=sample.key)
+        return Row(slot.n, slot.epoch, sample.key, image, captions)
+
+    def _read(self, index: int) -> Sample:
+        """Read a sample; a passing I/O error is tried again, a lasting one fails the run."""
+        pause = _FIRST_PAUSE_S
+        for left in reversed(range(_READ_TRIES)):
+            try:
+                return self.reader.read(index)
+            except OSError as error:
+                if not left:
+                    shard, _ = self.reader.locate(index)
+                    raise UserError(
+                        f"{shard.name}: sample {index} cannot be read after {_READ_TRIES} tries: {error}; see that the "
+                        "disk is there, then start again to go on",
+                        path=shard.name,
+                    ) from error
+                time.sleep(pause)
+                pause *= 2
+        raise AssertionError
+
+
+def _blank(width: int = 64, height: int = 64) -> "Image":
+    from PIL import Image
+
+    return Image.new("RGB", (width, height), _GRAY)
+
+
+@dataclass(frozen=True)
+class MicroBatchSampler(Sampler[list[Slot]]):
+    """The slots of one rank's micro-batches from position ``start`` on. Stateless: iterating again begins again."""
+
+    stream: Stream
+    start: int
+    rank: int
+    world_size: int
+    micro_batch: int
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        n = self.start
+        while self.stream.end is None or n < self.stream.end:
+            yield from self.stream.micro_batches(n, self.rank, self.world_size, self.micro_batch)
+            n += self.stream.global_batch
+
+
+class _Collate:
+    """Collates in a worker. An error for the user crosses the process border as a value, not as a traceback."""
+
+    def __init__(self, collator: Callable[[Sequence[Row]], Batch]) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: Sequence[Row]) -> Batch | UserError:
+        try:
+            return self.collator(rows)
+        except UserError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Global batches of one rank."""
+
+    rows: SlotRows
+    collator: Callable[[Sequence[Row]], Batch]
+    stream: Stream
+    rank: int
+    world_size: int
+    micro_batch: int
+    num_workers: int
+    prefetch: int
+    timeout_s: int
+
+    def micro_batches(self, start: int) -> "DataLoader[Any]":
+        """Micro-batches from position ``start``; not to be passed to ``accelerator.prepare``, which shards again."""
+        workers: dict[str, Any] = {}
+        if self.num_workers:
+            workers = {"prefetch_factor": self.prefetch, "worker_init_fn": become_worker, "timeout": self.timeout_s}
+        return DataLoader(
+            self.rows,
+            batch_sampler=MicroBatchSampler(self.stream, start, self.rank, self.world_size, self.micro_batch),
+            collate_fn=_Collate(self.collator),
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # a private one: iterating draws from it, and the global one must not move
+            **workers,
+        )
+
+    def first_micro_batch(self, start: int) -> Batch:
+        """This rank's first micro-batch from ``start``, read in this process."""
+        slots = self.stream.micro_batches(start, self.rank, self.world_size, self.micro_batch)[0]
+        return self.collator([self.rows[slot] for slot in slots])
+
+    def global_batches(self, start: int) -> Iterator[tuple[list[Batch], float]]:
+        """This rank's micro-batches of each step from ``start`` on, and the seconds that were spent waiting for them.
+
+        Raises:
+            UserError: what a worker met.
+        """
+        per_step = self.stream.global_batch // (self.world_size * self.micro_batch)
+        micro_batches: list[Batch] = []
+        since = time.perf_counter()
+        for batch in self.micro_batches(start):
+            if isinstance(batch, UserError):
+                raise batch
+            micro_batches.append(batch)
+            if len(micro_batches) == per_step:
+                waited = time.perf_counter() - since
+                yield micro_batches, waited
+                micro_batches = []
+                since = time.perf_counter()
+
+
+def num_workers(setting: int | Literal["auto"], local_world_size: int, num_cpus: int | None = None) -> int:
+    """Loader workers a process: as many as processes on the node, at most CPUs div processes, at least 1."""
+    if setting != "auto":
+        return setting
+    cpus = len(os.sched_getaffinity(0)) if num_cpus is None else num_cpus
+    return max(1, min(local_world_size, cpus // local_world_size))

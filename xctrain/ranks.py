@@ -1,0 +1,102 @@
+"""The processes of a run and what they tell each other. Accelerate underneath, asserted after set-up."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
+
+from xctrain.config import Config
+from xctrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    accelerator: Accelerator
+    rank: int
+    world_size: int
+    local_world_size: int  # processes on this node
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes and prints."""
+        return self.rank == 0
+
+    def sum_ints(self, values: Sequence[int]) -> list[int]:
+        """Each value summed over the ranks; sums stay below 2**63."""
+        return [int(v) for v in self._sum(values, torch.int64)]
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the ranks, in float64."""
+        return [float(v) for v in self._sum(values, torch.float64)]
+
+    def _sum(self, values: Sequence[float], dtype: torch.dtype) -> list[float]:
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=dtype, device=self.accelerator.device)
+        dist.all_reduce(tensor)
+        return list(tensor.tolist())
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        """The lists of all ranks joined in rank order, on every rank."""
+        return list(gather_object(values)) if self.world_size > 1 else values
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        return broadcast_object_list([value])[0] if self.world_size > 1 else value
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Leave the process group; without this gloo can abort at exit after a success."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(config: Config) -> Ranks:
+    """Set up devices and the process group, and require that they are what was asked.
+
+    Raises:
+        ConfigError: another world size, precision or device than asked for: Accelerate lowers each of them silently.
+    """
+    # torch would rename this option; the new name still sends buffers at the start, so the old one is what we mean.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+    use_gpu = torch.cuda.is_available()
+    train = config.train
+    if train.precision == "fp16" and not use_gpu:
+        raise ConfigError("train.precision is fp16, there is no GPU; fp16 runs on GPUs only, use fp32 or bf16 here")
+    accelerator = Accelerator(
+        cpu=not use_gpu,
+        mixed_precision="no" if train.precision == "fp32" else train.precision,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout_s)),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        ],
+    )
+    asked = train.processes or int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != asked:
+        raise ConfigError(
+            f"{asked} processes were asked for, the launcher started {accelerator.num_processes}; start with `python -m "
+            f"xctrain launch CONFIG --processes {asked}` or `torchrun --nproc_per_node {asked} -m xctrain train CONFIG`"
+        )
+    found = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    if found != train.precision:
+        raise ConfigError(
+            f"train.precision is {train.precision}, Accelerate set up {found}; unset ACCELERATE_MIXED_PRECISION"
+        )
+    return Ranks(
+        accelerator=accelerator,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+    )

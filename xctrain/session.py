@@ -1,0 +1,242 @@
+"""What the commands do once torch is loaded: train a rank, score a split, caption pictures, write a report."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shards.errors import UserError
+from shards.reader import SplitReader
+from shards.settings import load_settings
+from xctrain import checkpoint, resume
+from xctrain.config import Config
+from xctrain.errors import ConfigError, RunError, TrainError
+from xctrain.processes import EXIT_STOPPED, StopRequest
+from xctrain.start import lock, make_plan, open_family, start
+
+if TYPE_CHECKING:
+    from xctrain.loop import StepMetrics
+    from xctrain.models import Family
+    from xctrain.state import TrainState
+
+_PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_GALLERY = 12  # held-out images in a report
+
+
+def train_rank(config: Config) -> int:
+    """Train as one rank of the processes that the environment describes; exit code.
+
+    Ends the process itself: after a success gloo may abort in its own clean-up at exit.
+    """
+    stop = StopRequest()
+    from xctrain.ranks import join
+
+    ranks = join(config)
+    try:
+        held = lock(config) if ranks.is_main else None
+        plan = make_plan(config, ranks.world_size)
+        ranks.barrier()
+        with Progress(ranks.is_main) as progress:
+            run, state = start(config, ranks, plan, lambda: bool(stop), progress.show)
+            progress.begin(run.num_steps, state, plan.notes)
+            from xctrain.loop import train
+
+            if run.evaluate and state.samples_consumed == 0:
+                run.evaluate(state)
+            state, stopped = train(run, state)
+        if run.log:
+            reason = "stopped" if stopped else "done"
+            run.log.write(event="stop", step=state.step, samples_consumed=state.samples_consumed, reason=reason)
+            run.log.close()
+            text = (
+                f"stopped after saving step {state.step}; start again to go on"
+                if stopped
+                else f"done: step {state.step}"
+            )
+            print(f"{text}, {state.samples_consumed} samples, {config.run.dir}", file=sys.stderr)
+        del held
+    except TrainError as error:
+        if error.on_every_rank and not ranks.is_main:
+            _leave(error.exit_code)  # rank 0 prints it
+        raise
+    ranks.barrier()
+    ranks.close()
+    return _leave(EXIT_STOPPED if stopped else 0)
+
+
+def _leave(code: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Progress:
+    """The bar on rank 0: step, loss, samples a second; a line now and then where there is no terminal."""
+
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
+        self.bar: Any = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def begin(self, num_steps: int, state: "TrainState", notes: Sequence[str]) -> None:
+        """Say where the run stands and start the bar."""
+        if not self.shown:
+            return
+        from tqdm import tqdm
+
+        for note in notes:
+            print(note, file=sys.stderr)
+        if state.samples_consumed:
+            print(f"resumed at step {state.step}, {state.samples_consumed} samples consumed", file=sys.stderr)
+        interval = 0.2 if sys.stderr.isatty() else 10.0
+        self.bar = tqdm(total=num_steps, initial=state.step, unit="step", desc="train", mininterval=interval)
+
+    def show(self, state: "TrainState", metrics: "StepMetrics") -> None:
+        """After a step."""
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{metrics.loss:.3f}", lr=f"{metrics.lr:.1e}", refresh=False)
+            self.bar.update(state.step - self.bar.n)
+
+
+def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
+    """The model as a checkpoint has it: ``newest``, ``base`` for the untrained one, or a checkpoint's path."""
+    path: Path | None = None
+    if which == "newest":
+        path, _ = resume.checkpoints_of(config).newest_valid()
+        if path is None:
+            raise resume.missing_run(config.run.dir)
+    elif which != "base":
+        path = Path(which)
+        if not path.is_dir():
+            raise ConfigError(f"eval.checkpoint is {which}, there is no such folder; give a checkpoint, newest or base")
+        checkpoint.check(path)
+    family = open_family(config)
+    if path is not None:
+        checkpoint.load_weights(path, family.module, every_trainable=False)
+    return family, path
+
+
+def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
+    """Score ``eval.split`` as one rank of the processes that the environment describes; exit code."""
+    from xctrain.basemodel import ensure_base_model
+    from xctrain.evaluate import as_event, evaluate, write_captions
+    from xctrain.ranks import join
+
+    reader = SplitReader(config.data.shards, config.eval.split)
+    ranks = join(config)
+    if ranks.is_main:
+        ensure_base_model(config, SplitReader(config.data.shards, config.data.split, reader.manifest))
+    ranks.barrier()
+    family, path = trained_family(config, config.eval.checkpoint)
+    family.module.to(ranks.accelerator.device)
+    result = evaluate(family, reader, config.eval, ranks)
+    if ranks.is_main:
+        event = {"checkpoint": path.name if path else "base", "blank": config.eval.blank, **as_event(result)}
+        if out:
+            write_captions(out, result.captions)
+        if as_json:
+            print(json.dumps(event))
+        else:
+            print("\n".join(f"{name:>13}  {value}" for name, value in event.items()))
+    ranks.close()
+    return 0
+
+
+def config_of(run_dir: Path) -> Config:
+    """The config that a run was last started with."""
+    if not (run_dir / "config.yaml").is_file():
+        raise RunError(
+            f"{run_dir}: has no config.yaml, so it is not a run folder; give the run.dir of a run", path=run_dir
+        )
+    config = load_settings(Config, run_dir / "config.yaml")
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
+
+
+def caption_images(run_dir: Path, paths: Sequence[Path], *, as_json: bool, out: Path | None) -> int:
+    """Caption pictures of the user's own with the newest checkpoint; exit code 1 if one could not be read."""
+    config = config_of(run_dir)
+    files = list(_picture_files(paths))
+    family, _ = trained_family(config, "newest")
+    _to_best_device(family)
+    lines, failed = [], 0
+    for path, image, error in _opened(files):
+        if image is None:
+            failed += 1
+            print(f"error: {path}: cannot be read as a picture: {error}; the others go on", file=sys.stderr)
+            continue
+        [text] = family.generate([image], config.eval.max_new_tokens)
+        line = json.dumps({"file": str(path), "caption": text}, ensure_ascii=False) if as_json else f"{path}: {text}"
+        lines.append(line)
+        if out is None:
+            print(line, flush=True)
+    if out is not None:
+        from shards.atomic import write_file
+
+        write_file(out, "".join(f"{line}\n" for line in lines).encode())
+    return 1 if failed else 0
+
+
+def _picture_files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.suffix.lower() in _PICTURES)
+            if not found:
+                raise ConfigError(f"{path}: holds no picture ({', '.join(_PICTURES)})", path=path)
+            yield from found
+        elif path.is_file():
+            yield path
+        else:
+            raise ConfigError(f"{path}: there is no such file or folder; give pictures or folders of them", path=path)
+
+
+def _opened(files: Sequence[Path]) -> Iterator[tuple[Path, Any, Exception | None]]:
+    from PIL import Image, ImageOps
+
+    for path in files:
+        try:
+            with Image.open(path) as image:
+                yield path, ImageOps.exif_transpose(image).convert("RGB"), None
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            yield path, None, error
+
+
+def _to_best_device(family: "Family") -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        family.module.to("cuda")
+
+
+def report_run(run_dir: Path, out: Path | None) -> Path:
+    """Write the run's HTML page, with the audit and pictures where the data are still there."""
+    from xctrain import audit
+    from xctrain.report import write_report
+
+    config = config_of(run_dir)
+    try:
+        result: dict[str, Any] | None = dict(audit.audit(audit.open_run(run_dir)).to_json())
+    except UserError as error:
+        print(f"no audit in the report: {error}", file=sys.stderr)
+        result = None
+    return write_report(run_dir, out, audit=result, images=_gallery(config))
+
+
+def _gallery(config: Config) -> dict[str, bytes]:
+    try:
+        reader = SplitReader(config.data.shards, config.eval.split)
+    except UserError as error:
+        print(f"no pictures in the report: {error}", file=sys.stderr)
+        return {}
+    samples = [reader.read(i) for i in range(min(_GALLERY, len(reader)))]
+    return {sample.key: sample.image for sample in samples}
+
+
+__all__ = ["caption_images", "evaluate_rank", "report_run", "train_rank"]

@@ -1,0 +1,343 @@
+"""From a config to the parts of a run: data, model, optimizer, and the state to go on from."""
+
+import fcntl
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shards.atomic import write_file
+from shards.hashing import mix64
+from shards.order import Order
+from shards.reader import SplitReader
+from shards.stream import Stream, accumulation
+from xctrain import resume
+from xctrain.config import Config
+from xctrain.errors import ConfigError, ResumeError, RunError
+from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
+from xctrain.state import Segment, TrainState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from xctrain.loop import Run, StepMetrics
+    from xctrain.models import Family
+    from xctrain.ranks import Ranks
+
+_LOCK = ".lock"
+_DRY_PASSES = 2  # backward passes after which DDP has packed its gradient buckets for good
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before anything heavy is loaded. The same on every rank."""
+
+    reader: SplitReader
+    stream: Stream
+    num_steps: int
+    state: TrainState
+    point: resume.ResumePoint | None
+    notes: tuple[str, ...]
+
+
+def make_plan(config: Config, world_size: int) -> Plan:
+    """Check data, batch and resume against the config, in the first second.
+
+    Raises:
+        ConfigError: no dataset, no such split, a global batch that the processes cannot share.
+        FormatError: a shard is not what the manifest says.
+        ResumeError: the config forbids this resume.
+    """
+    reader = SplitReader(config.data.shards, config.data.split)
+    splits = [reader]
+    if config.eval.every is not None:
+        splits.append(SplitReader(config.data.shards, config.eval.split, reader.manifest))
+    accumulation(config.train.global_batch, world_size, config.train.micro_batch)
+    point, notes = resume.find(config, reader.manifest.manifest_id)
+    require_whole(config, splits)
+    state = point.state if point else TrainState()
+    segments = resume.next_segments(config, state, len(reader), reader.manifest.manifest_id)
+    order = Order(reader.shard_sizes, segments[-1].order_settings)
+    num_steps, end = resume.run_length(config, segments, order)
+    stream = Stream(order, config.train.global_batch, end)
+    return Plan(reader, stream, num_steps, _with(state, segments, config), point, tuple(notes))
+
+
+def _with(state: TrainState, segments: tuple[Segment, ...], config: Config) -> TrainState:
+    from dataclasses import replace
+
+    keys_from = state.keys_from if state.keys_from is not None else state.samples_consumed
+    return replace(state, segments=segments, keys_from=keys_from if config.train.log_keys else None)
+
+
+def require_whole(config: Config, splits: list[SplitReader]) -> None:
+    """Compare every shard with the manifest before a model is loaded: sizes and counts, or every byte."""
+    for reader in splits:
+        reader.require_whole()
+    if config.data.verify == "full":
+        from shards.verify import verify
+
+        findings = verify(config.data.shards)
+        if findings:
+            raise RunError(
+                f"{config.data.shards}: {len(findings)} findings, first: {findings[0]}; see "
+                f"`python -m shards verify {config.data.shards}` and build again",
+                path=config.data.shards,
+            )
+
+
+def lock(config: Config) -> Any:
+    """Hold the run folder for this process; the kernel lets go of it when the process ends, however that happens.
+
+    Raises:
+        RunError: another process trains in it.
+    """
+    config.run.dir.mkdir(parents=True, exist_ok=True)
+    file = (config.run.dir / _LOCK).open("a+")
+    for left in reversed(range(50)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                file.seek(0)
+                raise RunError(
+                    f"{config.run.dir}: process {file.read().strip() or 'unknown'} is training in it; wait for it, end it, "
+                    "or choose another run.dir",
+                    path=config.run.dir,
+                ) from None
+            time.sleep(0.1)  # a run that was just killed may still be going away
+    file.truncate(0)
+    file.write(str(_pid()))
+    file.flush()
+    return file
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def open_family(config: Config) -> "Family":
+    """The base model in its family."""
+    from xctrain import models
+    from xctrain.basemodel import base_model
+
+    return models.open_family(config.model, base_model(config))
+
+
+def start(
+    config: Config,
+    ranks: "Ranks",
+    plan: Plan,
+    stop_asked: Callable[[], bool],
+    show: "Callable[[TrainState, StepMetrics], None]",
+) -> "tuple[Run, TrainState]":
+    """Build every part of the run and bring it to the state it goes on from.
+
+    Order matters: the dry passes move weights' gradients and generators, so what a checkpoint holds comes after them,
+    and generators come last of all.
+    """
+    import torch
+
+    from xctrain import basemodel, checkpoint
+    from xctrain.loader import Loader, SlotRows, num_workers
+    from xctrain.loop import Run
+    from xctrain.optim import make_optimizer
+
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if ranks.is_main:
+        basemodel.ensure_base_model(config, plan.reader)
+    ranks.barrier()
+    identity = basemodel.model_id(config)
+    if plan.point:
+        resume.require_model(config, plan.point, identity)
+    family = open_family(config)
+    check_lengths(config, family, plan.reader)
+    rows = SlotRows(plan.reader, config.data.captions, config.train.seed)
+    loader = Loader(
+        rows=rows,
+        collator=family.collator,
+        stream=plan.stream,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        micro_batch=config.train.micro_batch,
+        num_workers=num_workers(config.data.workers, ranks.local_world_size),
+        prefetch=config.data.prefetch,
+        timeout_s=config.train.timeout_s,
+    )
+    module = family.module.to(ranks.accelerator.device)
+    module.train()
+    state = plan.state
+    model, optimizer = settle(ranks, module, loader, state, lambda: make_optimizer(module.parameters(), config.optim))
+    if plan.point:
+        checkpoint.load_weights(plan.point.path, module, every_trainable=True)
+        checkpoint.load_optimizer(plan.point.path, module, optimizer.optimizer)
+        if ranks.accelerator.scaler:
+            ranks.accelerator.scaler.load_state_dict(checkpoint.read_json(plan.point.path, "scaler.json"))
+    world = describe_world(config, ranks)
+    log, keys = open_logs(config, ranks, plan, world)
+    restore_generators(config, ranks, plan)
+    run = Run(
+        config=config,
+        ranks=ranks,
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        trainable=tuple(p for p in module.parameters() if p.requires_grad),
+        loader=loader,
+        num_steps=plan.num_steps,
+        end=plan.stream.end or 0,
+        checkpoints=resume.checkpoints_of(config),
+        log=log,
+        keys=keys,
+        world=world,
+        model_id=identity,
+        stop_asked=stop_asked,
+        evaluate=evaluator(config, ranks, family, plan, log),
+        show=show,
+    )
+    return run, state
+
+
+def settle(
+    ranks: "Ranks", module: "nn.Module", loader: Any, state: TrainState, optimizer_of: Callable[[], Any]
+) -> tuple["nn.Module", Any]:
+    """Wrap model and optimizer, and run the first micro-batch without an update.
+
+    It freezes parameters that never get a gradient, on which DDP would wait for ever; it fills memory in the first
+    minute rather than the last; and DDP packs its gradient buckets after its first backward pass, which would make the
+    first step after a resume add the ranks up in another order than the same step of a run that was never killed.
+    """
+    from xctrain.models.parameters import parameters_without_gradient
+
+    batch = loader.first_micro_batch(state.samples_consumed).to(ranks.accelerator.device)
+    unused = set(parameters_without_gradient(module(batch), module))
+    for name, parameter in module.named_parameters():
+        if name in unused:
+            parameter.requires_grad_(False)
+    if unused and ranks.is_main:
+        print(f"frozen, as they never get a gradient: {', '.join(sorted(unused))}", file=sys.stderr)
+    model, optimizer = ranks.accelerator.prepare(module, optimizer_of())
+    for _ in range(_DRY_PASSES):
+        (model(batch) * 0).backward()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def check_lengths(config: Config, family: "Family", reader: SplitReader) -> None:
+    """Refuse a max_length that would leave a sample without its target, before the first step."""
+    if config.model.max_length is None:
+        return
+    family.check_lengths(
+        (meta.key, meta.width, meta.height, reader.read_json(i)["captions"]) for i, meta in enumerate(reader.metas())
+    )
+
+
+def restore_generators(config: Config, ranks: "Ranks", plan: Plan) -> None:
+    """Generators as they were at the checkpoint; on another number of ranks, new ones from (seed, position, rank)."""
+    from xctrain import checkpoint, rng
+
+    saved = checkpoint.read_json(plan.point.path, "rng.json")["ranks"] if plan.point else []
+    if len(saved) == ranks.world_size:
+        rng.restore(saved[ranks.rank])
+    else:
+        rng.seed_all(mix64(config.train.seed, plan.state.samples_consumed, ranks.rank))
+
+
+def describe_world(config: Config, ranks: "Ranks") -> dict[str, Any]:
+    """Where the run runs; goes into every checkpoint."""
+    import torch
+
+    return {
+        "world_size": ranks.world_size,
+        "threads": torch.get_num_threads(),
+        "micro_batch": config.train.micro_batch,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "precision": config.train.precision,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    names = ("torch", "accelerate", "transformers", "numpy", "Pillow", "xctrain")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def open_logs(
+    config: Config, ranks: "Ranks", plan: Plan, world: dict[str, Any]
+) -> tuple[JsonLines | None, JsonLines | None]:
+    """Cut every log back to the state, note this start, and open the logs of this rank."""
+    folder, state = config.run.dir, plan.state
+    log = None
+    if ranks.is_main:
+        previous = previous_end(folder, state)
+        cut_back(folder, state.samples_consumed)
+        for path in (folder / "captions").glob("step-*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > state.step:
+                path.unlink()
+        write_file(folder / "config.yaml", config.to_yaml().encode())
+        environment = {**world, "platform": platform.platform(), "command": sys.argv}
+        write_file(folder / "environment.json", json.dumps(environment, indent=1).encode())
+        log = JsonLines(folder / METRICS)
+        log.write(
+            event="start",
+            step=state.step,
+            samples_consumed=state.samples_consumed,
+            time=time.time(),
+            world_size=ranks.world_size,
+            resumed_from=state.step if plan.point else None,
+            **previous,
+            notes=list(plan.notes),
+        )
+    ranks.barrier()
+    keys = JsonLines(folder / keys_name(ranks.rank)) if config.train.log_keys else None
+    return log, keys
+
+
+def previous_end(folder: Path, state: TrainState) -> dict[str, Any]:
+    """How the last start ended, and how many steps go back to the checkpoint with it; empty for a first start."""
+    last: dict[str, Any] = {}
+    last_step = 0
+    for line in read_lines(folder / METRICS):
+        last = line
+        last_step = max(last_step, line.get("step", 0)) if line.get("event") != "start" else line.get("step", 0)
+    if not last:
+        return {"previous_end": None, "lost_steps": 0}
+    end = last.get("reason", "stopped") if last.get("event") == "stop" else "killed"
+    return {"previous_end": end, "lost_steps": max(0, last_step - state.step)}
+
+
+def evaluator(
+    config: Config, ranks: "Ranks", family: "Family", plan: Plan, log: JsonLines | None
+) -> Callable[[TrainState], None] | None:
+    """What scores the held-out split during the run, if the config asks for it."""
+    if config.eval.every is None:
+        return None
+    from xctrain.evaluate import evaluate, record
+
+    reader = SplitReader(config.data.shards, config.eval.split, plan.reader.manifest)
+
+    def score(state: TrainState) -> None:
+        result = evaluate(family, reader, config.eval, ranks)
+        if log:
+            record(result, config.run.dir, state, log)
+
+    return score
+
+
+def launched_by_us(world_size: int) -> int:
+    """World size to plan for: what the launcher says."""
+    import os
+
+    return int(os.environ.get("WORLD_SIZE", world_size))
+
+
+__all__ = ["ConfigError", "Plan", "ResumeError", "make_plan", "start"]
