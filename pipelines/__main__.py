@@ -1,0 +1,84 @@
+"""Command line of the build: ``build``, ``sample`` and ``serve``."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from shards import cli
+
+EPILOG = "exit codes: 0 done, 1 failed, 2 wrong usage or config, 75 stopped by a signal (run it again to go on)"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipelines", description=__doc__, epilog=EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    build = commands.add_parser("build", help="COCO Captions to a shard folder", epilog=EPILOG)
+    build.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see configs/build.yaml")
+    build.add_argument("overrides", nargs="*", metavar="section.field=value", help="on top of the file")
+    build.add_argument("--plain", action="store_true", help="run without any Prefect API")
+    build.add_argument("--json", action="store_true", help="print the result as JSON")
+    build.set_defaults(run=_build)
+
+    sample = commands.add_parser("sample", help="draw the sample dataset, in the official COCO layout", epilog=EPILOG)
+    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder")
+    sample.add_argument("--images", type=int, default=1500, help="pictures to train on (default %(default)s)")
+    sample.add_argument("--seed", type=int, default=0, help="another seed draws other scenes (default %(default)s)")
+    sample.set_defaults(run=_sample)
+
+    serve = commands.add_parser("serve", help="Prefect server, worker and deployment until Ctrl-C", epilog=EPILOG)
+    serve.add_argument("--port", type=int, default=4200, help="port of the server (default %(default)s)")
+    serve.set_defaults(run=_serve)
+
+    for command in (parser, build, sample, serve):
+        command.add_argument("--debug", action="store_true", help="show tracebacks")  # shards.cli.run takes it
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from pipelines.config import BuildConfig
+    from pipelines.errors import InterruptedBuildError
+    from shards.settings import load_settings
+
+    config = load_settings(BuildConfig, arguments.config, arguments.overrides)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        from pipelines.run import run_plain, run_with_prefect
+
+        summary = run_plain(config) if arguments.plain else run_with_prefect(config)
+    except KeyboardInterrupt:
+        raise InterruptedBuildError(
+            f"{config.out}: the build was stopped; finished shards are kept, the same command goes on from there"
+        ) from None
+    if arguments.json:
+        print(json.dumps(summary.to_json()))
+    else:
+        print(summary)
+    return 0
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from pipelines.sample import draw_dataset
+
+    counts = draw_dataset(arguments.out, arguments.images, arguments.seed)
+    print(f"{arguments.out}: {', '.join(f'{count} {split}' for split, count in counts.items())} pictures")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from pipelines.serve import serve
+
+    return serve(arguments.port)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,301 @@
+"""Records to a shard folder: ``plan``, then ``build_shard`` for each slice, in any order, then ``publish``."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pipelines import report
+from pipelines.coco import Split, read_splits
+from pipelines.config import BuildConfig, FilterConfig
+from pipelines.errors import BuildError, RejectShareError
+from pipelines.filters import Reason, Rejection
+from pipelines.images import Images, open_images
+from pipelines.measure import Picture, measure
+from pipelines.plan import FileHashes, Slice, cut, list_files
+from pipelines.state import State, read_json, write_result
+from pipelines.workers import Progress, Workers
+from shards.atomic import write_file
+from shards.manifest import NAME as MANIFEST
+from shards.manifest import Manifest, ShardEntry
+from shards.sample import Sample, canonical_json
+from shards.writer import ShardWriter
+
+HASH_CHUNK = 512  # files hashed in one request
+PROGRESS_EVERY = 32  # records
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a build came to. ``unchanged``: the folder held just this already, nothing was written."""
+
+    out: Path
+    manifest_id: str
+    splits: Mapping[str, int]
+    rejected: Mapping[str, int]
+    unchanged: bool
+    stale: Sequence[str] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {**dataclasses.asdict(self), "out": str(self.out)}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Summary":
+        """The summary that ``to_json`` gave."""
+        return Summary(**{**values, "out": Path(values["out"])})
+
+    def __str__(self) -> str:
+        kept = ", ".join(f"{split} {count}" for split, count in self.splits.items())
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.rejected.items()))
+        lines = [
+            f"{self.out}: {sum(self.splits.values())} kept ({kept}), {sum(self.rejected.values())} rejected"
+            + (f" ({reasons})" if reasons else "")
+            + (", nothing has changed" if self.unchanged else ""),
+            f"manifest_id {self.manifest_id}",
+        ]
+        if self.stale:
+            lines.append(f"no longer part of it: {', '.join(self.stale)}; build.overwrite=true removes them")
+        return "\n".join(lines)
+
+
+class Build:
+    """One build, as a context manager: holds the folder and the build processes. Checks all input before it writes.
+
+    Raises:
+        ConfigError: the source or the folder is not what the config says; nothing was written.
+    """
+
+    def __init__(self, config: BuildConfig) -> None:
+        self.config = config
+        self.splits: tuple[Split, ...] = read_splits(config)
+        self.listings = [list_files(split) for split in self.splits]
+        self.state = State(config.out)
+        self.settings = {
+            **config.written_settings,
+            "sources": {s.name: str(s.annotations.resolve()) for s in self.splits},
+        }
+        self.state.check(self.settings, config.build.overwrite)
+        self.slices: list[Slice] = []
+        self._held = ExitStack()
+        self._workers: Workers
+
+    @property
+    def num_records(self) -> int:
+        return sum(len(split.records) for split in self.splits)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as held:
+            lock = held.enter_context(self.state.locked())
+            self._workers = Workers(self.config.build.num_processes, lock)
+            held.callback(self.state.sweep)
+            held.callback(self._workers.close)
+            self.state.write("settings.json", self.settings)
+            self._held = held.pop_all()
+        return self
+
+    def stop(self) -> None:
+        """End the build processes now; threads inside ``build_shard`` get an error. For the way out after a signal."""
+        self._workers.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def plan(self, progress: Progress = lambda count: None) -> list[str]:
+        """Names of the shards that have to be built; the others are finished. Counts their records as progress."""
+        hashes = FileHashes(read_json(self.state.folder / "files.json") or {})
+        per_split = [hashes.of(listing, self._hash_files) for listing in self.listings]
+        self.state.write("files.json", hashes.remembered(self.listings))
+        self.slices = cut(self.config, self.splits, per_split)
+        images = {split.name: str(split.images.resolve()) for split in self.splits}
+        todo = []
+        for piece in self.slices:
+            if self.state.finished(piece):
+                progress(len(piece.records))
+                continue
+            target = self.state.target
+            order = {
+                **dataclasses.asdict(piece),
+                "limits": self.config.filters.model_dump(mode="json"),
+                "images": images[piece.split],
+                "folder": str(target),
+                "result": str(self.state.results(target) / f"{piece.name}.json"),
+            }
+            self.state.write(f"slices/{piece.name}.json", order)
+            todo.append(piece.name)
+        return todo
+
+    def _hash_files(self, split: Split, names: Sequence[str]) -> list[str | Rejection]:
+        chunks = [names[i : i + HASH_CHUNK] for i in range(0, len(names), HASH_CHUNK)]
+        requests = [{"images": str(split.images.resolve()), "names": chunk} for chunk in chunks]
+        with ThreadPoolExecutor(self.config.build.num_processes) as threads:
+            replies = threads.map(lambda request: self._workers.call("hash", request), requests)
+            return [Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else r for reply in replies for r in reply]
+
+    def build_shard(self, name: str, progress: Progress = lambda count: None) -> dict[str, int]:
+        """Build one planned shard in a build process; for threads. Counts of what became of its records."""
+        path = self.state.slices / f"{name}.json"
+        counts: dict[str, int] = self._workers.call("build", {"slice": str(path)}, progress)
+        path.unlink()
+        return counts
+
+    def publish(self) -> Summary:
+        """Make the folder the dataset that was built; the manifest comes last.
+
+        Raises:
+            RejectShareError: too much was rejected; what was published before stays.
+        """
+        found = {piece.name: self.state.finished(piece) for piece in self.slices}
+        if missing := [name for name, place in found.items() if place is None]:
+            raise BuildError(f"{self.config.out}: {missing[0]} was changed while building; run the build again")
+        places = {name: place for name, place in found.items() if place is not None}
+        results = [result for _, result in places.values()]
+        rejects = _rejects_jsonl(self.splits, results)
+        rejected = Counter(str(r["reason"]) for result in results for r in result["rejects"])
+        self._check_share(rejected, results, rejects)
+        manifest = Manifest(
+            tuple(ShardEntry(**result["entry"]) for result in results if result["entry"]), self.config.written_settings
+        )
+        stale = self.state.stale(set(places))
+        staged = {name: result for name, (target, result) in places.items() if target == self.state.next}
+        files = {MANIFEST: manifest.to_json(), "rejects.jsonl": rejects}
+        unchanged = not staged and not (stale and self.config.build.overwrite) and _holds(self.config.out, files)
+        if not unchanged:
+            self._replace(staged, stale, rejects)
+            report.write(self.config, self.splits, manifest, results)
+            manifest.save(self.config.out)
+        shutil.rmtree(self.state.next, ignore_errors=True)
+        left = () if self.config.build.overwrite else tuple(stale)
+        return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, left)
+
+    def _check_share(self, rejected: Mapping[str, int], results: Sequence[Any], rejects: bytes) -> None:
+        total, allowed = sum(rejected.values()), self.config.build.max_reject_share
+        empty = [s.name for s in self.splits if not any(r["entry"] and r["entry"]["split"] == s.name for r in results)]
+        if total <= allowed * self.num_records and not empty:
+            return
+        write_file(self.state.folder / "rejects.jsonl", rejects)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
+        limit = f"no record of split {empty[0]} is left" if empty else f"build.max_reject_share={allowed:g} allows"
+        limit += "" if empty else f" {int(allowed * self.num_records)}"
+        raise RejectShareError(
+            f"{self.config.out}: {total} of {self.num_records} records were rejected ({reasons}), {limit}; nothing was "
+            f"published; look into {self.state.folder / 'rejects.jsonl'}, then correct the source, the filters or the share",
+            path=self.config.out,
+        )
+
+    def _replace(self, staged: Mapping[str, dict[str, Any]], stale: Sequence[str], rejects: bytes) -> None:
+        """From here to the manifest the folder is no dataset. A kill in between: the next run goes on from any point."""
+        (self.config.out / MANIFEST).unlink(missing_ok=True)
+        for name, result in staged.items():
+            self.state.adopt(name, result)
+        if self.config.build.overwrite:
+            for name in stale:
+                self.state.remove_shard(name)
+        write_file(self.config.out / "rejects.jsonl", rejects)
+
+
+def _holds(out: Path, files: Mapping[str, bytes]) -> bool:
+    names = [out / "report.json", out / "report.html"]
+    return all((out / n).exists() and (out / n).read_bytes() == d for n, d in files.items()) and all(
+        n.exists() for n in names
+    )
+
+
+def _rejects_jsonl(splits: Sequence[Split], results: Sequence[Mapping[str, Any]]) -> bytes:
+    order = {split.name: i for i, split in enumerate(splits)}
+    rows = [row for result in results for row in result["rejects"]]
+    rows.sort(key=lambda row: (order[row["split"]], row["image_id"]))
+    return b"".join(canonical_json(row) + b"\n" for row in rows)
+
+
+# In a build process
+
+
+def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
+    """sha256 of each file, or reason and detail where it cannot be read."""
+    images = open_images(Path(arguments["images"]))
+    read = (images.read(name) for name in arguments["names"])
+    return [[r.reason, r.detail] if isinstance(r, Rejection) else hashlib.sha256(r).hexdigest() for r in read]
+
+
+def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, int]:
+    """Write one planned shard and record it as finished. A pure function of the slice: same records, same bytes."""
+    order = json.loads(Path(arguments["slice"]).read_bytes())
+    limits = FilterConfig.model_validate(order["limits"])
+    images = open_images(Path(order["images"]))
+    folder = Path(order["folder"])
+    rejects: list[dict[str, Any]] = []
+    stats: dict[str, Counter[str]] = {}
+    records = iter(order["records"])
+    entry = None
+    with ExitStack() as stack:
+        writer: ShardWriter | None = None
+        while chunk := list(islice(records, PROGRESS_EVERY)):
+            for record in chunk:
+                judged = _judge(record, images, limits)
+                if isinstance(judged, Rejection):
+                    rejects.append(_reject(order["split"], record, judged))
+                    continue
+                writer = writer or stack.enter_context(ShardWriter(folder, order["name"], order["split"]))
+                writer.write(_sample(record, judged), judged.flags)
+                report.count(stats, record, judged)
+            progress(len(chunk))
+    if writer is not None:
+        entry = dataclasses.asdict(writer.entry)
+    result = {
+        "digest": order["digest"],
+        "entry": entry,
+        "rejects": rejects,
+        "stats": {name: dict(counts) for name, counts in stats.items()},
+    }
+    write_result(Path(order["result"]), folder, result)
+    return {"kept": entry["num_samples"] if entry else 0, "rejected": len(rejects)}
+
+
+def _judge(record: Mapping[str, Any], images: Images, limits: FilterConfig) -> Picture | Rejection:
+    if record["verdict"]:
+        return Rejection(Reason(record["verdict"]["reason"]), record["verdict"]["detail"])
+    data = images.read(record["file_name"])
+    if isinstance(data, Rejection) or hashlib.sha256(data).hexdigest() != record["sha256"]:
+        raise BuildError(
+            f"{record['file_name']}: the file changed after the build had begun; run the build again once it is settled"
+        )
+    return measure(data, limits)
+
+
+def _reject(split: str, record: Mapping[str, Any], rejection: Rejection) -> dict[str, Any]:
+    return {
+        "split": split,
+        "image_id": record["image_id"],
+        "file_name": record["file_name"],
+        "reason": rejection.reason,
+        "detail": rejection.detail,
+    }
+
+
+def _sample(record: Mapping[str, Any], picture: Picture) -> Sample:
+    meta = {
+        "image_id": record["image_id"],
+        "file_name": record["file_name"],
+        "width": picture.measured.width,
+        "height": picture.measured.height,
+        "captions": record["captions"],
+        "source": {"kind": "coco", "mode": picture.mode, "sha256": record["sha256"], **record["about"]},
+    }
+    if record["captions_raw"] is not None:
+        meta["captions_raw"] = record["captions_raw"]
+    return Sample(f"{record['image_id']:012d}", picture.data, picture.extension, meta)
+
+
+JOBS = {"hash": hash_files, "build": build_shard}

@@ -1,0 +1,205 @@
+"""COCO Captions to records. The one place that knows COCO's format and folder layout."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pipelines.config import BuildConfig, HeldOutConfig, SourceConfig
+from shards.errors import ConfigError
+
+_KEPT_FIELDS = ("license", "coco_url", "flickr_url", "date_captured")  # what attribution needs
+_SHAPE = (
+    'expected a COCO caption file: {"images": [{"id", "file_name"}...], "annotations": [{"image_id", "caption"}...]}'
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One image of the annotation file with its captions as they stand there, which may be of any type."""
+
+    image_id: int
+    file_name: Any
+    captions: tuple[Any, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Records of one split, and where their pictures are. ``counts`` says what in the file was left aside."""
+
+    name: str
+    annotations: Path
+    images: Path
+    records: tuple[Record, ...]
+    counts: Mapping[str, int]
+
+
+def read_splits(config: BuildConfig) -> tuple[Split, ...]:
+    """The split to train on, then the held-out one, if there is one.
+
+    Raises:
+        ConfigError: a path or a file is not what a source consists of; nothing has been written.
+    """
+    sources = [config.source]
+    if isinstance(config.held_out, HeldOutConfig):
+        sources.append(config.held_out)
+    elif config.held_out == "auto" and (held_out := _held_out_beside(config.source)):
+        sources.append(held_out)
+    return tuple(_read_split(source) for source in sources)
+
+
+def _held_out_beside(source: SourceConfig) -> HeldOutConfig | None:
+    if source.root is None or source.split == "val" or not _captions_below(source.root, "val"):
+        return None
+    return HeldOutConfig(root=source.root)
+
+
+def _read_split(source: SourceConfig) -> Split:
+    annotations, images = locate(source)
+    if not images.exists():
+        raise ConfigError(
+            f"{images}: there is no such folder or zip of images; check source.images or source.root", path=images
+        )
+    records, counts = read_records(annotations.resolve(), annotations.stat().st_mtime_ns if annotations.exists() else 0)
+    return Split(source.split, annotations, images, records, counts)
+
+
+def locate(source: SourceConfig) -> tuple[Path, Path]:
+    """Paths of the caption file and of the images; those not given are looked for below ``root``."""
+    annotations = source.annotations or _find_annotations(source)
+    return annotations, source.images or _find_images(source, annotations)
+
+
+def _captions_below(root: Path, part: str) -> list[Path]:
+    folders = (root / "annotations", root)
+    return next((found for f in folders if (found := sorted(f.glob(f"captions_{part}*.json")))), [])
+
+
+def _find_annotations(source: SourceConfig) -> Path:
+    assert source.root is not None
+    if not source.root.is_dir():
+        kind = "is a file" if source.root.exists() else "does not exist"
+        raise ConfigError(
+            f"{source.root}: {kind}, expected a folder in the official COCO layout "
+            "(annotations/captions_train2017.json, train2017/); give source.root, or source.annotations and source.images",
+            path=source.root,
+        )
+    part = "val" if source.split == "val" else "train"
+    found = _captions_below(source.root, part) or (_captions_below(source.root, "") if part == "train" else [])
+    if len(found) == 1 and not (part == "train" and found[0].name.startswith("captions_val")):
+        return found[0]
+    seen = f"found {', '.join(p.name for p in found)}" if found else "found none"
+    raise ConfigError(
+        f"{source.root}: expected one annotations/captions_{part}*.json for split {source.split}, {seen}; "
+        "give source.annotations and source.images",
+        path=source.root,
+    )
+
+
+def _find_images(source: SourceConfig, annotations: Path) -> Path:
+    """``captions_train2017.json`` belongs to ``train2017/`` or ``train2017.zip``; ``images/`` serves any."""
+    if source.root is None:
+        raise ConfigError(f"{annotations}: source.images is missing; give the folder or zip of its pictures")
+    name = annotations.stem.removeprefix("captions_")
+    places = [source.root / name, source.root / f"{name}.zip", source.root / "images" / name, source.root / "images"]
+    for place in places:
+        if place.exists():
+            return place
+    tried = ", ".join(str(p.relative_to(source.root)) for p in places)
+    raise ConfigError(f"{source.root}: no images found, tried {tried}; give source.images", path=source.root)
+
+
+@lru_cache(maxsize=4)  # the command line checks the file before Prefect starts, and need not read it twice
+def read_records(path: Path, _changed_ns: int = 0) -> tuple[tuple[Record, ...], Mapping[str, int]]:
+    """Records in the order of the file, captions in the order of theirs, and counts of what was left aside.
+
+    Raises:
+        ConfigError: the file is absent, no JSON, not of COCO's shape, or has an id that is no integer.
+    """
+    content = _load_json(path)
+    images, annotations = _lists(path, content)
+    counts: Counter[str] = Counter()
+    captions: dict[int, list[Any]] = {}
+    entries: dict[int, Mapping[str, Any]] = {}
+    for i, image in enumerate(images):
+        image_id = _integer(path, f"images[{i}].id", image, "id")
+        if image_id in entries:
+            counts["images_listed_twice"] += 1
+            continue
+        entries[image_id], captions[image_id] = image, []
+    seen: set[int] = set()
+    for i, annotation in enumerate(annotations):
+        image_id = _integer(path, f"annotations[{i}].image_id", annotation, "image_id")
+        if "id" in annotation:
+            annotation_id = _integer(path, f"annotations[{i}].id", annotation, "id")
+            if annotation_id in seen:
+                counts["annotation_ids_used_twice"] += 1
+                continue
+            seen.add(annotation_id)
+        if image_id not in captions:
+            counts["annotations_of_unlisted_images"] += 1
+            continue
+        captions[image_id].append(annotation.get("caption"))
+    records = tuple(
+        Record(image_id, image.get("file_name"), tuple(captions[image_id]), _about(image))
+        for image_id, image in entries.items()
+    )
+    return records, dict(counts)
+
+
+def _load_json(path: Path) -> Any:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; check source.annotations", path=path) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {_SHAPE}", path=path) from None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); {_SHAPE}", path=path) from None
+
+
+def _lists(path: Path, content: Any) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    for name in ("images", "annotations"):
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: holds a {type(content).__name__}, {_SHAPE}", path=path)
+        if not isinstance(content.get(name), list):
+            found = "is missing" if name not in content else f"is a {type(content[name]).__name__}, not a list"
+            raise ConfigError(f"{path}: {name!r} {found}; {_SHAPE}", path=path)
+        for i, entry in enumerate(content[name]):
+            if not isinstance(entry, dict):
+                raise ConfigError(f"{path}: {name}[{i}] is a {type(entry).__name__}; {_SHAPE}", path=path)
+    if not content["images"]:
+        raise ConfigError(f"{path}: lists no images; {_SHAPE}", path=path)
+    annotations = content["annotations"]
+    if annotations and not any("caption" in a for a in annotations):
+        raise ConfigError(
+            f"{path}: none of its {len(annotations)} annotations has a caption (it has "
+            f"{', '.join(sorted(annotations[0]))}); take captions_*.json, not instances_*.json",
+            path=path,
+        )
+    return content["images"], annotations
+
+
+def _integer(path: Path, where: str, entry: Mapping[str, Any], name: str) -> int:
+    value = entry.get(name)
+    if type(value) is not int or not 0 <= value < 2**63:
+        found = "is missing" if name not in entry else f"is {_shown(value)}"
+        raise ConfigError(f"{path}: {where} {found}, expected an integer of at least 0; correct the file", path=path)
+    return value
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:60]
+
+
+def _about(image: Mapping[str, Any]) -> dict[str, Any]:
+    """What the entry says of origin and licence; only plain values, as KEY.json must be valid JSON."""
+    found = {name: image[name] for name in _KEPT_FIELDS if name in image}
+    return {k: v for k, v in found.items() if isinstance(v, str | int) or (isinstance(v, float) and math.isfinite(v))}

@@ -1,0 +1,158 @@
+"""``BuildConfig``: everything a build can be told. Also the parameters of the Prefect flow, whose form shows it."""
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+SplitName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", description="Split of the samples; names the shards.")]
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SourceConfig(Settings):
+    """Where records come from: a folder in the official COCO layout, or annotations and images given one by one."""
+
+    kind: Literal["coco"] = Field("coco", description="Format of the source. COCO Captions is the one there is.")
+    root: Path | None = Field(
+        None,
+        description="Folder in the official COCO layout: annotations/captions_train*.json, and images in train2017/, "
+        "train2017.zip or images/. Default none: then annotations and images are given.",
+    )
+    annotations: Path | None = Field(None, description="Caption file (JSON). Default: found below root.")
+    images: Path | None = Field(
+        None,
+        description="Folder of images, or a zip of it, which is read in place. Default: found below root.",
+    )
+    split: SplitName = "train"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _root_alone(cls, value: Any) -> Any:
+        return {"root": value} if isinstance(value, str | Path) else value
+
+    @model_validator(mode="after")
+    def _complete(self) -> "SourceConfig":
+        if self.root is None and (self.annotations is None or self.images is None):
+            missing = [name for name in ("annotations", "images") if getattr(self, name) is None]
+            raise ValueError(
+                f"give root (a folder in the official COCO layout), or annotations and images; "
+                f"missing here: root and {' and '.join(missing)}"
+            )
+        return self
+
+
+class HeldOutConfig(SourceConfig):
+    """A second source of the same shape, whose pictures are kept out of training."""
+
+    split: SplitName = "val"
+
+
+def _processes() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class RunConfig(Settings):
+    """How the build runs. Only ``records_per_shard`` and ``seed`` change what it writes."""
+
+    records_per_shard: int = Field(
+        1000, ge=1, description="Records in a slice, rejected ones included. 1,000 COCO images make a tar of 160 MB."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the hash order in which records are put before they are cut.")
+    processes: int | Literal["auto"] = Field(
+        "auto", description="Processes that build shards; auto is one for each CPU that this process may use."
+    )
+    overwrite: bool = Field(
+        False, description="Accept changed settings in a folder that holds a build; off, such a build is refused."
+    )
+    max_reject_share: float = Field(
+        0.5, ge=0, le=1, description="Share of rejected records above which nothing is published: half the "
+        "pictures lost means a wrong folder rather than bad pictures.",
+    )  # fmt: skip
+    gallery: int = Field(24, ge=0, le=200, description="Pictures of either kind, kept and rejected, in the report.")
+
+    @model_validator(mode="after")
+    def _at_least_one(self) -> "RunConfig":
+        if self.processes != "auto" and self.processes < 1:
+            raise ValueError(f"processes is {self.processes}, expected auto or at least 1")
+        return self
+
+    @property
+    def num_processes(self) -> int:
+        return _processes() if self.processes == "auto" else self.processes
+
+
+def _finite(values: tuple[float, ...]) -> tuple[float, ...]:
+    if not all(math.isfinite(v) for v in values):
+        raise ValueError(f"is {list(values)}, expected finite numbers: others turn every pixel into NaN or infinity")
+    return values
+
+
+def _non_zero(values: tuple[float, ...]) -> tuple[float, ...]:
+    if any(v == 0 for v in values):
+        raise ValueError(f"is {list(values)}, expected no zero: training divides by it")
+    return values
+
+
+Triple = Annotated[tuple[float, float, float], AfterValidator(_finite)]
+
+
+class FilterConfig(Settings):
+    """What is rejected. Every field changes what is written."""
+
+    min_side_px: int = Field(16, ge=1, description="Shortest side in pixels; below it nothing can be recognised.")
+    max_pixels: int = Field(
+        50_000_000, ge=1, le=89_000_000,
+        description="Most pixels, read from the header before decoding. The default holds any phone photo and decodes "
+        "in 150 MB; the bound lies below Pillow's own guard against decompression bombs, which stays on.",
+    )  # fmt: skip
+    max_aspect_ratio: float = Field(
+        20.0, ge=1, description="Longer side over shorter side; image processors of the models fail on longer strips."
+    )
+    constant_levels: int = Field(
+        2, ge=-1, le=255,
+        description="A picture whose channels all vary by at most this many of 255 levels shows nothing. 2 allows for "
+        "what JPEG does to a flat picture; -1 keeps such pictures.",
+    )  # fmt: skip
+    duplicates: bool = Field(True, description="Reject files with the bytes of another; the lowest image id stays.")
+    norm_mean: Triple = Field(
+        (0.48145466, 0.4578275, 0.40821073),
+        description="Mean that training subtracts, channels scaled to 0..1 (default: CLIP). Only checked: with it and "
+        "norm_std finite, finite pixels stay finite.",
+    )
+    norm_std: Annotated[Triple, AfterValidator(_non_zero)] = Field(
+        (0.26862954, 0.26130258, 0.27577711),
+        description="Deviation that training divides by (default: CLIP), not zero.",
+    )
+
+
+class BuildConfig(Settings):
+    """COCO Captions in, shards out."""
+
+    source: SourceConfig = Field(description="Records to train on; a path alone means source.root.")
+    held_out: HeldOutConfig | Literal["auto", "none"] = Field(
+        "auto",
+        description="Records for evaluation: a source, none, or auto, which takes captions_val*.json below source.root "
+        "where there is one.",
+    )
+    out: Path = Field(description="Shard folder to write.")
+    build: RunConfig = Field(default_factory=lambda: RunConfig(), description="How the build runs.")
+    filters: FilterConfig = Field(default_factory=lambda: FilterConfig(), description="What is rejected.")
+
+    @model_validator(mode="after")
+    def _splits_differ(self) -> "BuildConfig":
+        if isinstance(self.held_out, HeldOutConfig) and self.held_out.split == self.source.split:
+            raise ValueError(f"held_out.split is {self.held_out.split!r}, as source.split is; choose another name")
+        return self
+
+    @property
+    def written_settings(self) -> dict[str, Any]:
+        """The settings that the bytes of the data files depend on."""
+        return {
+            "build": {"records_per_shard": self.build.records_per_shard, "seed": self.build.seed},
+            "filters": self.filters.model_dump(mode="json"),
+        }

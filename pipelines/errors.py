@@ -1,0 +1,22 @@
+"""Errors of the build that a user can cause."""
+
+from shards.errors import UserError
+
+
+class BuildError(UserError):
+    """Base of what goes wrong while a build runs."""
+
+
+class RejectShareError(BuildError):
+    """More records were rejected than ``build.max_reject_share`` allows; nothing was published."""
+
+
+class InterruptedBuildError(BuildError):
+    """A signal ended the build. Finished shards are kept, so the same command goes on from there."""
+
+    exit_code = 75
+
+
+def describe(error: OSError) -> str:
+    """Where and what, of an error of the system: ``data/shards/train-000003.tar: No space left on device``."""
+    return f"{error.filename or 'system'}: {error.strerror or error}"

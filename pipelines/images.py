@@ -1,0 +1,120 @@
+"""The image files of a source: a folder, or a zip of one, read in place. Both give the same bytes and verdicts."""
+
+import os
+import stat
+import zipfile
+import zlib
+from functools import cached_property, lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from pipelines.filters import Reason, Rejection
+from shards.errors import ConfigError
+
+Stamp = tuple[int, ...]  # changes whenever the file does, so that unchanged files need not be hashed again
+
+
+class Images(Protocol):
+    """Files by the name that the annotations give them. Neither method raises over a file that is not as it should be."""
+
+    def stamp(self, file_name: str) -> Stamp | Rejection: ...
+
+    def read(self, file_name: str) -> bytes | Rejection: ...
+
+
+@lru_cache(maxsize=4)
+def open_images(path: Path) -> Images:
+    """The images in a folder or zip; opened once per process.
+
+    Raises:
+        ConfigError: there is no such path, it holds no files, or it is no zip.
+    """
+    if path.is_dir():
+        if not any(path.iterdir()):
+            raise ConfigError(f"{path}: the folder of images is empty; give the one that holds the pictures", path=path)
+        return FolderImages(path)
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such folder or zip of images; check source.images", path=path)
+    if not zipfile.is_zipfile(path):
+        raise ConfigError(f"{path}: is neither a folder nor a zip; source.images must be one of them", path=path)
+    return ZipImages(path)
+
+
+def unsafe(file_name: object) -> Rejection | None:
+    """Refuses a name that is not a path inside the images folder."""
+    if not isinstance(file_name, str) or not file_name:
+        return Rejection(Reason.MISSING_FILE, f"file_name is {file_name!a}, expected a name")
+    path = PurePosixPath(file_name)
+    if path.is_absolute() or ".." in path.parts or "\0" in file_name or "\\" in file_name:
+        return Rejection(Reason.MISSING_FILE, "file_name leads out of the images folder; it was not followed")
+    if any(0xD800 <= ord(c) < 0xE000 for c in file_name):
+        return Rejection(Reason.MISSING_FILE, "file_name is not valid Unicode")
+    return None
+
+
+class FolderImages:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def stamp(self, file_name: str) -> Stamp | Rejection:
+        if verdict := unsafe(file_name):
+            return verdict
+        try:
+            status = (self._folder / file_name).stat()
+        except OSError as error:
+            return _rejected(error)
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device would wait for ever
+            return Rejection(Reason.UNREADABLE_FILE, "is not a regular file")
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def read(self, file_name: str) -> bytes | Rejection:
+        try:
+            return (self._folder / file_name).read_bytes()
+        except OSError as error:
+            return _rejected(error)
+
+
+class ZipImages:
+    """Members may lie in one folder, as ``train2017/`` in the official zips; file names are then those below it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path}: cannot be read as a zip: {error}; fetch it again", path=path) from None
+
+    @cached_property
+    def _members(self) -> dict[str, zipfile.ZipInfo]:
+        members = {i.filename: i for i in self._zip.infolist() if not i.is_dir()}
+        tops = {name.partition("/")[0] if "/" in name else "" for name in members if not name.startswith("__MACOSX/")}
+        if len(tops) == 1 and (top := tops.pop()):
+            members |= {name.removeprefix(f"{top}/"): member for name, member in members.items()}
+        return members
+
+    def stamp(self, file_name: str) -> Stamp | Rejection:
+        if verdict := unsafe(file_name):
+            return verdict
+        if (member := self._members.get(file_name)) is None:
+            return _missing()
+        return member.file_size, member.CRC
+
+    def read(self, file_name: str) -> bytes | Rejection:
+        try:
+            return self._zip.read(self._members[file_name])
+        except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError, zlib.error) as error:
+            return Rejection(Reason.UNREADABLE_FILE, _one_line(f"in the zip: {error}").replace(str(self._path), "zip"))
+
+
+def _missing() -> Rejection:
+    return Rejection(Reason.MISSING_FILE, "no such file among the images")
+
+
+def _rejected(error: OSError) -> Rejection:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return _missing()
+    return Rejection(Reason.UNREADABLE_FILE, os.strerror(error.errno) if error.errno else type(error).__name__)
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(str(value).split())[:200]

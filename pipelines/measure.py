@@ -1,0 +1,187 @@
+"""One image file's bytes to a verdict: rejected with a reason, or a picture with its measurements and what to store."""
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from pipelines.config import FilterConfig
+from pipelines.filters import Measurements, Reason, Rejection, judge_pixels, judge_size
+
+# What Pillow may open. Not everything it knows: some of its formats start other programs or fetch other files.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+KEPT_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # Pillow's format to our extension
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that passed every rule.
+
+    ``data`` is what to store: the file's own bytes, or a PNG where they were converted. ``flags`` say what was special:
+    ``mode=CMYK``, ``orientation=6``, ``depth=16``, ``frames=3``, ``format=TIFF``, ``converted``.
+    """
+
+    measured: Measurements
+    data: bytes
+    extension: str
+    mode: str
+    flags: tuple[str, ...]
+
+
+def measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
+    """Decode a file fully, once, and judge it. Never raises for anything that the bytes do."""
+    if not data:
+        return Rejection(Reason.EMPTY_FILE, "0 bytes")
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns about large and odd pictures; max_pixels decides on the former, decoding on the latter.
+            warnings.simplefilter("ignore")
+            return _measure(data, limits)
+    except Image.DecompressionBombError as error:
+        return Rejection(Reason.TOO_MANY_PIXELS, str(error).split(",")[0])
+    except UnidentifiedImageError:
+        return _unidentified(data)
+    except Exception as error:  # noqa: BLE001 - decoders raise anything at all over damaged bytes
+        return _undecodable(data, error)
+
+
+def _measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if verdict := judge_size(*image.size, limits):
+            return verdict
+        flags = _flags(data, image)
+        pixels = _decode_jpeg(data) if image.format in ("JPEG", "MPO") else None
+        if pixels is None or flags:
+            image.load()
+            pixels = np.asarray(image)
+        finite = pixels.dtype.kind != "f" or bool(np.isfinite(pixels).all())
+        if not finite:
+            return judge_pixels(Measurements(*image.size, False, 255), limits) or Rejection(Reason.NOT_FINITE, "")
+        if flags:
+            upright = to_rgb(ImageOps.exif_transpose(image))
+            pixels, size, mode = np.asarray(upright), upright.size, image.mode
+        else:
+            size, mode = image.size, image.mode
+        measured = Measurements(*size, finite, channel_range(pixels, limits.constant_levels))
+        if verdict := judge_pixels(measured, limits):
+            return verdict
+        if flags:
+            return Picture(measured, encode_png(upright), "png", mode, (*flags, "converted"))
+        return Picture(measured, data, KEPT_AS_IS[str(image.format)], mode, ())
+
+
+def _flags(data: bytes, image: Image.Image) -> tuple[str, ...]:
+    """Why the original bytes cannot be kept; nothing for an upright 8-bit gray or RGB JPEG, PNG or WebP."""
+    flags = []
+    if image.format not in KEPT_AS_IS:
+        flags.append(f"format={image.format}")
+    if image.mode not in ("L", "RGB"):
+        flags.append(f"mode={image.mode}")
+    elif image.format == "PNG" and data[24] != 8:  # bit depth in IHDR; Pillow opens 48-bit colour as RGB
+        flags.append(f"depth={data[24]}")
+    if image.mode in ("L", "RGB") and image.has_transparency_data:
+        flags.append("transparency")
+    if (orientation := _orientation(image)) != 1:
+        flags.append(f"orientation={orientation}")
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # an MPO is a JPEG with more after its end, and only its start is read
+        flags.append(f"frames={frames}")
+    return tuple(flags)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 2..8, or 1 where there is none that means anything."""
+    try:
+        value = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # noqa: BLE001 - damaged EXIF raises anything; the picture is then taken as it is
+        return 1
+    return value if isinstance(value, int) and 1 < value <= 8 else 1
+
+
+def _decode_jpeg(data: bytes) -> NDArray[np.uint8]:
+    """Pixels of a JPEG. Strict: zeros or cut scans inside a file, over which Pillow says nothing, raise ValueError."""
+    colors = {"Gray": "GRAY", "CMYK": "CMYK", "YCCK": "CMYK"}
+    space = simplejpeg.decode_jpeg_header(data)[2]
+    return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colors.get(space, "RGB")))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture as 8-bit RGB by one rule for each mode.
+
+    Transparency (RGBA, LA, a palette's or a key colour): over white. 16 bits: the high byte. Float: times 255 where all
+    values lie in 0..1, as they are where all lie in 0..255, else stretched from least..greatest to 0..255. CMYK, YCbCr,
+    Lab, HSV, palettes, 1 bit: Pillow's conversion.
+    """
+    if image.mode.startswith("I"):
+        return _from_array(np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8)
+    if image.mode == "F":
+        return _from_array(_to_levels(np.asarray(image, np.float64)))
+    if image.has_transparency_data:
+        colors = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, colors).convert("RGB")
+    return image.convert("RGB")
+
+
+def _to_levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    low, high = values.min(), values.max()
+    if low >= 0 and high <= 1:
+        values = values * 255
+    elif low < 0 or high > 255:
+        values = (values - low) * (255 / (high - low))
+    return np.rint(values)
+
+
+def _from_array(levels: NDArray[Any]) -> Image.Image:
+    return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
+
+
+def channel_range(pixels: NDArray[Any], enough: int) -> int:
+    """Greatest minus least level of the channel that varies most; stops looking once it is over ``enough``."""
+    sampled = _range(pixels[::16, ::16])  # settles nearly every picture for a 256th of the work
+    return sampled if sampled > enough else _range(pixels)
+
+
+def _range(pixels: NDArray[Any]) -> int:
+    flat = pixels.reshape(pixels.shape[0] * pixels.shape[1], -1)
+    return int((flat.max(0).astype(np.int64) - flat.min(0)).max())
+
+
+def encode_png(image: Image.Image) -> bytes:
+    """The pixels as PNG, nothing else in the file; the same bytes for the same pixels."""
+    image.info = {}  # an ICC profile or a key colour would go along, and belonged to the file before conversion
+    out = io.BytesIO()
+    image.save(out, "PNG", compress_level=6)
+    return out.getvalue()
+
+
+def _unidentified(data: bytes) -> Rejection:
+    if not (data.startswith(_MAGIC) or data[8:12] == b"WEBP"):
+        return Rejection(Reason.NOT_AN_IMAGE, f"begins with {ascii(data[:16])[1:]}")
+    if looks_cut(data):
+        return Rejection(Reason.TRUNCATED, f"ends within its header, after {len(data)} bytes")
+    return Rejection(Reason.CORRUPT_DATA, "the header is damaged")
+
+
+def _undecodable(data: bytes, error: Exception) -> Rejection:
+    detail = " ".join(f"{error or type(error).__name__}".split())[:200]
+    cut = looks_cut(data) or "truncated" in detail.lower()
+    return Rejection(Reason.TRUNCATED if cut else Reason.CORRUPT_DATA, detail)
+
+
+def looks_cut(data: bytes) -> bool:
+    """Whether a JPEG, PNG or WebP ends before its end marker."""
+    if data.startswith(b"\xff\xd8"):
+        return b"\xff\xd9" not in data[-64:]
+    if data.startswith(b"\x89PNG"):
+        return b"IEND" not in data[-64:]
+    if data.startswith(b"RIFF"):
+        return int.from_bytes(data[4:8], "little") + 8 > len(data)
+    return False

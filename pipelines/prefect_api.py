@@ -1,0 +1,137 @@
+"""Where the flow finds a Prefect API: the one in ``PREFECT_API_URL``, or an embedded one that lives as long as the run."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.errors import BuildError
+
+ANSWER_S = 10  # patience with an API that should be there
+START_S = 180  # the first start sets up the database, which has taken over a minute on slow disks
+
+# Set before Prefect is imported, and only where the environment does not say otherwise.
+ENVIRONMENT = {
+    "PREFECT_HOME": str(Path(".prefect").absolute()),
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+    # SQLite has one writer at a time; the others wait for it instead of giving up with "database is locked".
+    "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
+    "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(START_S),
+}
+_libc = ctypes.CDLL(None)  # loaded here, as nothing may be loaded between fork and exec
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def prepare_environment() -> None:
+    """Project-local Prefect home, no telemetry, patient database. Call it before Prefect is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def end_with_parent() -> None:
+    """For ``preexec_fn``: the process gets SIGTERM when its parent dies, by SIGKILL too."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def api() -> Iterator[str]:
+    """URL of the API to use inside the block.
+
+    Raises:
+        BuildError: ``PREFECT_API_URL`` is set and nothing answers there, or the embedded API does not start.
+    """
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    if url := PREFECT_API_URL.value():
+        require_answer(url)
+        yield url
+        return
+    with embedded_api() as url, temporary_settings({PREFECT_API_URL: url}):
+        try:
+            yield url
+        finally:
+            _send_what_waits()
+
+
+def _send_what_waits() -> None:
+    """Prefect sends logs and events from threads of its own; without the server they would try again for a minute."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    EventsWorker.drain_all()
+    APILogWorker.drain_all()
+
+
+def require_answer(url: str) -> None:
+    """Check that a Prefect API answers at ``url``."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S):
+            return
+    except urllib.error.HTTPError:
+        return  # somebody is there; what it does not allow, Prefect itself will say
+    except (OSError, ValueError) as error:
+        raise BuildError(
+            f"PREFECT_API_URL is {url}, but no Prefect API answers there ({getattr(error, 'reason', error)}); start "
+            "that server (`prefect server start`, or `make serve`), or do without it: unset PREFECT_API_URL, which "
+            "uses an embedded API, or add --plain, which uses no Prefect at all"
+        ) from None
+
+
+@contextmanager
+def embedded_api() -> Iterator[str]:
+    """A Prefect API on a free port of this machine, without web pages, in a process that ends with this one.
+
+    Prefect has its own, but that one outlives a killed build and then holds the database against the next.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+            + ["--fd", str(listener.fileno()), "--log-level", "error", "--lifespan", "on"],
+            env={
+                **os.environ,
+                "PREFECT_UI_ENABLED": "0",
+                "PREFECT__SERVER_EPHEMERAL": "1",
+                "PREFECT__SERVER_FINAL": "1",
+            },
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C must not end it before the flow has reported its end
+            preexec_fn=end_with_parent,
+        )
+    try:
+        _wait_for(url, server)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=START_S):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise BuildError(
+        f"the embedded Prefect API did not start within {START_S} s (exit code {server.poll()}), its database is in "
+        f"{os.environ.get('PREFECT_HOME')}; remove that folder and run again, or add --plain"
+    )

@@ -1,0 +1,202 @@
+"""What a build knows about its folder: OUT/.build. It makes reruns cheap and safe; no reader of the dataset needs it.
+
+.build/settings.json       settings and sources of the build that the folder belongs to
+.build/files.json          sha256 of every source file, by size and times
+.build/slices/NAME.json    a shard that is to be built: its records
+.build/results/NAME.json   a finished shard: digest of its records, manifest entry, rejections, statistics
+.build/next/               finished shards and results that replace published ones, until all of them are finished
+"""
+
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import BuildError
+from pipelines.plan import Slice
+from shards.atomic import write_file
+from shards.errors import ConfigError
+from shards.manifest import NAME as MANIFEST
+from shards.manifest import ShardEntry
+from shards.sample import canonical_json
+
+LOCK_PATIENCE_S = 10  # workers of a killed build end within moments
+
+
+class State:
+    """One shard folder, seen by the build that writes it."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = out / ".build"
+        self.slices = self.folder / "slices"
+        self.next = self.folder / "next"
+
+    def check(self, settings: Mapping[str, Any], overwrite: bool) -> None:
+        """Refuse a folder that is not this build's. Changes nothing.
+
+        Raises:
+            ConfigError: it holds something else, or a build with other settings and ``overwrite`` is off.
+        """
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"{self.out}: is a file, expected a folder to write shards to; change out", path=self.out)
+        if not self.out.is_dir() or not (strangers := [p.name for p in self.out.iterdir() if p.name != ".build"]):
+            return
+        before = read_json(self.folder / "settings.json")
+        if not isinstance(before, dict):
+            raise ConfigError(
+                f"{self.out}: is not empty and was not written by this build (it holds {sorted(strangers)[0]}); "
+                "choose another out, or empty it",
+                path=self.out,
+            )
+        if not overwrite and (changes := _changes(before, settings)):
+            raise ConfigError(
+                f"{self.out}: holds a build with other settings: {'; '.join(changes)}; set them back, choose another "
+                "out, or replace that build with build.overwrite=true",
+                path=self.out,
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[Path]:
+        """Hold the folder; the block gets the lock's path, which workers hold as well.
+
+        Raises:
+            BuildError: another build holds it.
+        """
+        path = self.folder / "lock"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            deadline = time.monotonic() + LOCK_PATIENCE_S
+            while not _acquire(file.fileno()):
+                if time.monotonic() > deadline:
+                    raise BuildError(
+                        f"{self.out}: another build is at work in this folder; wait for it, or choose another out",
+                        path=self.out,
+                    )
+                time.sleep(0.05)
+            self.sweep()
+            fcntl.flock(file, fcntl.LOCK_SH)
+            yield path
+
+    def sweep(self) -> None:
+        """Remove what a kill left half-written."""
+        for folder in (self.out, self.folder, self.slices, self.next, self.folder / "results"):
+            for path in folder.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
+
+    @property
+    def published(self) -> bool:
+        return (self.out / MANIFEST).exists()
+
+    @property
+    def target(self) -> Path:
+        """Where a shard is written: beside the published ones it will replace, or in place when nothing is published."""
+        return self.next if self.published else self.out
+
+    def results(self, target: Path) -> Path:
+        return self.next if target == self.next else self.folder / "results"
+
+    def finished(self, piece: Slice) -> tuple[Path, dict[str, Any]] | None:
+        """Folder and result of a shard that needs no work: built from these records, and unchanged since."""
+        for target in (self.next, self.out):
+            path = self.results(target) / f"{piece.name}.json"
+            result = read_json(path)
+            if isinstance(result, dict) and result.get("digest") == piece.digest and _intact(target, path, result):
+                return target, result
+        return None
+
+    def adopt(self, name: str, result: dict[str, Any]) -> None:
+        """Move a shard from ``next`` to its final name, its result last."""
+        for file_name in shard_files(result["entry"]):
+            (self.next / file_name).replace(self.out / file_name)
+        if result["entry"] is None:
+            self.remove_shard(name)
+        write_result(self.folder / "results" / f"{name}.json", self.out, result)
+        (self.next / f"{name}.json").unlink()
+
+    def remove_shard(self, name: str) -> None:
+        """Remove a shard of ours; its result goes first, so that it never speaks of files that are gone."""
+        (self.folder / "results" / f"{name}.json").unlink(missing_ok=True)
+        for suffix in (".tar", ".tar.idx", ".meta.jsonl"):
+            (self.out / f"{name}{suffix}").unlink(missing_ok=True)
+
+    def stale(self, names: set[str]) -> list[str]:
+        """Shards that an older build wrote and this one has no use for."""
+        return sorted(p.stem for p in (self.folder / "results").glob("*.json") if p.stem not in names)
+
+    def write(self, name: str, value: Any) -> Path:
+        """Write a JSON file below .build, unless it says so already."""
+        path = self.folder / name
+        data = canonical_json(value) + b"\n"
+        if not path.exists() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, data)
+        return path
+
+
+def _acquire(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_json(path: Path) -> Any:
+    """The file's value, or None where it is absent or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def shard_files(entry: Mapping[str, Any] | None) -> dict[str, str]:
+    """File names of a shard with their sha256; none for a shard all of whose records were rejected."""
+    if entry is None:
+        return {}
+    shard = ShardEntry(**entry)
+    return {shard.name: shard.sha256, shard.idx_name: shard.idx_sha256, shard.meta_name: shard.meta_sha256}
+
+
+def write_result(path: Path, folder: Path, result: Mapping[str, Any]) -> None:
+    """Record a shard as finished, with the stamps by which a change of its files is noticed."""
+    stamps = {name: file_stamp(folder / name) for name in shard_files(result["entry"])}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, canonical_json({**result, "stamps": stamps}))
+
+
+def file_stamp(path: Path) -> list[int]:
+    """Size and times; the change time cannot be set by hand, so a file that was touched is always noticed."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _intact(folder: Path, path: Path, result: Mapping[str, Any]) -> bool:
+    files = shard_files(result["entry"])
+    with suppress(OSError):
+        if all(result["stamps"].get(name) == file_stamp(folder / name) for name in files):
+            return True
+        if all(_sha256(folder / name) == digest for name, digest in files.items()):
+            write_result(path, folder, result)  # copied or touched, and still the same
+            return True
+    return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    changes = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += _changes(old, new, f"{prefix}{name}.")
+        elif old != new:
+            changes.append(f"{prefix}{name} was {json.dumps(old)}, now {json.dumps(new)}")
+    return changes
