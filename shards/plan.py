@@ -71,6 +71,11 @@ def _notes(order: Order, global_batch: int, gpus: int) -> list[str]:
             f"the global batch ({global_batch}) is larger than the split ({order.num_samples}): "
             "a step holds samples more than once"
         )
+    if len(order.fragment_starts) < 2 * lanes:
+        notes.append(
+            f"there are only {len(order.fragment_starts)} fragments for {lanes} lanes, so epochs are mixed little; "
+            "a smaller order.fragment mixes better"
+        )
     notes.append(f"any number of workers works: {gpus} GPUs share samples, not shards")
     return notes
 

@@ -239,7 +239,10 @@ def checked_payloads(meta: SampleMeta, span: bytes, start: int) -> dict[str, byt
         if zlib.crc32(payload) != part.crc32:
             raise MismatchError(_crc_differs(name, payload, part))
         payloads[part.name] = payload
-        at += ustar.padded(part.num_bytes)
+        stop = at + ustar.padded(part.num_bytes)
+        if span[at + part.num_bytes : stop] != ustar.padding(part.num_bytes):
+            raise MismatchError(f"the padding behind {name} has bytes that are not zero, expected zeros")
+        at = stop
     if at != len(span):
         raise MismatchError(f"its members end at byte {start + at}, expected {start + len(span)}")
     return payloads

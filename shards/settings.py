@@ -47,12 +47,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds a {type(values).__name__}, expected `section:` blocks; see configs/", path=path)
+        raise ConfigError(
+            f"{path}: holds a {type(values).__name__}, expected `section:` blocks; see configs/", path=path
+        )
     return values
 
 
 def apply_override(values: dict[str, Any], text: str) -> None:
-    """Set one ``section.field=value`` in nested ``values``; the value is read as YAML, so 3, true and [a, b] mean themselves."""
+    """Set one ``section.field=value`` in nested ``values``; the value is read as YAML, such as 3, true or [a, b]."""
     import yaml
 
     name, equals, value = text.partition("=")

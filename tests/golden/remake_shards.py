@@ -1,0 +1,117 @@
+"""Writes the expected values of hash, order and shard format anew: python tests/golden/remake_shards.py
+
+A difference to what is committed is a break (SHARD FORMAT or ORDER in the changelog): old datasets and runs would no
+longer be read or continued. energon.idx is made by another tool, see compare_energon.py.
+"""
+
+import base64
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from shards.hashing import mix64, slot_digest, text64  # noqa: E402
+from shards.manifest import Manifest  # noqa: E402
+from shards.order import Order, OrderSettings  # noqa: E402
+from shards.sample import Sample  # noqa: E402
+from shards.stream import Stream  # noqa: E402
+from shards.writer import ShardWriter  # noqa: E402
+
+# One picture of 3 x 2 pixels in each encoding, fixed as bytes because encoders change between versions.
+PICTURES = {
+    "png": "iVBORw0KGgoAAAANSUhEUgAAAAMAAAACCAIAAAASFvFNAAAAHElEQVR4nGP4z8DA8J+BgeE/Cxcn56+T0exMLAA5QgVJkP6LNwAA"
+    "AABJRU5ErkJggg==",
+    "webp": "UklGRkYAAABXRUJQVlA4TDoAAAAvAkAAAC+goG0U6F7wrwhp2CCTtim96t/pFExB2zZMP8nxx7H5D/Af4kHaNrcDAgHKWPHANhH9j/EC",
+    "jpg": "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAKBueIx4ZKCMgoy0qqC+8P//8Nzc8P//////////////////////////////////////"
+    "////////////////////wAALCAACAAMBAREA/8QAHwAAAQUBAQEBAQEAAAAAAAAAAAECAwQFBgcICQoL/8QAtRAAAgEDAwIEAwUF"
+    "BAQAAAF9AQIDAAQRBRIhMUEGE1FhByJxFDKBkaEII0KxwRVS0fAkM2JyggkKFhcYGRolJicoKSo0NTY3ODk6Q0RFRkdISUpTVFVW"
+    "V1hZWmNkZWZnaGlqc3R1dnd4eXqDhIWGh4iJipKTlJWWl5iZmqKjpKWmp6ipqrKztLW2t7i5usLDxMXGx8jJytLT1NXW19jZ2uHi"
+    "4+Tl5ufo6erx8vP09fb3+Pn6/9oACAEBAAA/AIm6/gP5Cv/Z",
+}
+CAPTIONS = (["A red dot.", "Ein roter Fleck, größer als der grüne."], ["两个点"], ["a", "b", "c"], ["The last one."])
+
+
+def golden_samples() -> list[tuple[Sample, tuple[str, ...]]]:
+    """Four samples with their flags, all encodings and non-ASCII captions among them."""
+    result = []
+    for number, (extension, captions) in enumerate(zip(("png", "webp", "jpg", "png"), CAPTIONS, strict=True)):
+        key = f"{number * 1234567:012d}"
+        meta = {
+            "image_id": number * 1234567,
+            "file_name": f"a.b {number} ü.{extension}",
+            "width": 3,
+            "height": 2,
+            "captions": captions,
+        }
+        sample = Sample(key, base64.b64decode(PICTURES[extension]), extension, meta)
+        result.append((sample, ("gray",) if extension == "jpg" else ()))
+    return result
+
+
+def write_folder(folder: Path) -> Manifest:
+    """The golden dataset: a shard of three samples and one of one."""
+    samples = golden_samples()
+    entries = []
+    for name, split, part in (("train-000000", "train", samples[:3]), ("val-000000", "val", samples[3:])):
+        with ShardWriter(folder, name, split) as writer:
+            for sample, flags in part:
+                writer.write(sample, flags)
+        entries.append(writer.entry)
+    manifest = Manifest(tuple(entries), {"filters": {"min_side_px": 1}})
+    manifest.save(folder)
+    return manifest
+
+
+def hash_values() -> dict[str, Any]:
+    """Values of every function in hashing.py."""
+    inputs = [(), (0,), (1,), (-1,), (2**64 - 1,), (2**64,), (7, 0, 0), (7, 0, 1), (7, 1, 0), (-3, 5, 2**40, 11)]
+    keys = ["", "000000391895", "größe"]
+    digests = slot_digest(np.arange(100), np.array([text64(f"{i:012d}") for i in range(100)], np.uint64))
+    return {
+        "mix64": [[list(values), f"{mix64(*values):016x}"] for values in inputs],
+        "text64": [[key, f"{text64(key):016x}"] for key in keys],
+        "sum of slot digests": f"{int(digests.sum(dtype=np.uint64)):016x}",
+    }
+
+
+def order_values() -> list[dict[str, Any]]:
+    """Orders of small splits in full, and of a large one as a hash."""
+    cases = [
+        ([10, 7, 0, 13], OrderSettings(seed=7, fragment=4, window=12, lanes=3)),
+        ([3], OrderSettings(seed=7)),
+        ([5, 5], OrderSettings(seed=-1, fragment=1, window=4, lanes=4)),
+        ([1000] * 118, OrderSettings(seed=0)),
+    ]
+    values = []
+    for sizes, settings in cases:
+        order = Order(sizes, settings)
+        indices = order.indices(np.arange(3 * order.num_samples))
+        short = len(indices) < 1000
+        values.append(
+            {
+                "shard_sizes": sizes if short else [sizes[0], len(sizes)],
+                "seed": settings.seed,
+                "fragment": settings.fragment,
+                "window": settings.window,
+                "lanes": settings.lanes,
+                "three epochs": indices.tolist() if short else _sha256(indices),
+                "step of 12 at 24": [slot.n for slot in Stream(order, 12).step(24)],
+            }
+        )
+    return values
+
+
+def _sha256(indices: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    write_folder(HERE / "shards")
+    (HERE / "hash.json").write_text(json.dumps(hash_values(), indent=1) + "\n")
+    (HERE / "order.json").write_text(json.dumps(order_values(), separators=(",", ":")).replace("},", "},\n") + "\n")
