@@ -20,7 +20,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
     The ranks die with this process, even if it is killed. When one rank ends with an error the others are ended too.
     """
-    port = str(_free_port())
+    port = str(free_port())
     ranks = [_start(arguments, rank, processes, port) for rank in range(processes)]
 
     def forward(number: int, _frame: FrameType | None) -> None:
@@ -38,7 +38,8 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     return _exit_code([rank.wait() for rank in ranks])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port on this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
