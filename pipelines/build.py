@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class Build:
         self.state.check(self.settings, config.build.overwrite)
         self.slices: list[Slice] = []
         self._held = ExitStack()
-        self._workers: Workers
+        self.workers: Workers
 
     @property
     def num_records(self) -> int:
@@ -96,16 +96,12 @@ class Build:
     def __enter__(self) -> Self:
         with ExitStack() as held:
             lock = held.enter_context(self.state.locked())
-            self._workers = Workers(self.config.build.num_processes, lock)
+            self.workers = Workers(self.config.build.num_processes, lock)
             held.callback(self.state.sweep)
-            held.callback(self._workers.close)
+            held.callback(self.workers.close)
             self.state.write("settings.json", self.settings)
             self._held = held.pop_all()
         return self
-
-    def stop(self) -> None:
-        """End the build processes now; threads inside ``build_shard`` get an error. For the way out after a signal."""
-        self._workers.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -140,13 +136,13 @@ class Build:
         chunks = [names[i : i + HASH_CHUNK] for i in range(0, len(names), HASH_CHUNK)]
         requests = [{"images": str(split.images.resolve()), "names": chunk} for chunk in chunks]
         with ThreadPoolExecutor(self.config.build.num_processes) as threads:
-            replies = threads.map(lambda request: self._workers.call("hash", request), requests)
+            replies = threads.map(lambda request: self.workers.call("hash", request), requests)
             return [Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else r for reply in replies for r in reply]
 
     def build_shard(self, name: str, progress: Progress = lambda count: None) -> dict[str, int]:
         """Build one planned shard in a build process; for threads. Counts of what became of its records."""
         path = self.state.slices / f"{name}.json"
-        counts: dict[str, int] = self._workers.call("build", {"slice": str(path)}, progress)
+        counts: dict[str, int] = self.workers.call("build", {"slice": str(path)}, progress)
         path.unlink()
         return counts
 
@@ -298,4 +294,4 @@ def _sample(record: Mapping[str, Any], picture: Picture) -> Sample:
     return Sample(f"{record['image_id']:012d}", picture.data, picture.extension, meta)
 
 
-JOBS = {"hash": hash_files, "build": build_shard}
+JOBS: Mapping[str, Callable[[Any, Progress], Any]] = {"hash": hash_files, "build": build_shard}

@@ -1,24 +1,24 @@
-"""The build as a Prefect flow: one task run per shard, tasks that pass names and counts. Only this module and
-``prefect_api`` know Prefect; the work is done by ``Build`` in its own processes."""
+"""The build as a Prefect flow: one task run per shard; tasks pass names and counts. Work is done by ``Build``."""
 
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
-from pipelines.run import progress_bar
-
-# Prefect's own caching and result storage stay off: what is finished, only the shard folder knows.
-OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False, "retries": 0}
+from pipelines.run import await_each, progress_bar
 
 
-@flow(name="build-shards", persist_result=False, retries=0)
+def _task(function: Callable[..., Any], name: str, run_name: str | None = None) -> Any:
+    """Prefect's caching, result storage and retries stay off: only the shard folder knows what is finished."""
+    return task(name=name, task_run_name=run_name, cache_policy=NO_CACHE, persist_result=False, retries=0)(function)
+
+
+@flow(name="build-shards", persist_result=False, retries=0, validate_parameters=True)
 def build_shards(
     source: SourceConfig | str,
     out: Path,
@@ -30,23 +30,19 @@ def build_shards(
     config = BuildConfig.model_validate(
         {"source": source, "out": out, "held_out": held_out, "build": build, "filters": filters}
     )
-    processes = config.build.num_processes
     with Build(config) as job, progress_bar(job.num_records) as progress:
-        plan = task(job.plan, name="plan", **OPTIONS)
-        todo: list[str] = plan(progress)
-        build_shard = task(job.build_shard, name="build-shard", task_run_name="{name}", **OPTIONS)
-        with ThreadPoolTaskRunner(max_workers=processes) as runner:
-            in_flight: deque[PrefectFuture[dict[str, int]]] = deque()
+        todo: list[str] = _task(job.plan, "plan", "plan")(progress)
+        build_shard = _task(job.build_shard, "build-shard", "{name}")
+        runner: ThreadPoolTaskRunner[dict[str, int]] = ThreadPoolTaskRunner(max_workers=len(job.workers))
+        with runner:
             try:
-                for name in todo:
-                    in_flight.append(runner.submit(build_shard, {"name": name, "progress": progress}))
-                    if len(in_flight) >= 2 * processes:  # what is submitted and not yet running costs memory
-                        in_flight.popleft().result()
-                while in_flight:
-                    in_flight.popleft().result()
+                await_each(
+                    lambda name: runner.submit(build_shard, {"name": name, "progress": progress}),
+                    todo,
+                    limit=2 * len(job.workers),
+                )
             except BaseException:
-                job.stop()
+                job.workers.close()  # before the block waits for the threads, which wait for the build processes
                 raise
-        publish = task(job.publish, name="publish", **OPTIONS)
-        summary: Summary = publish()
+        summary: Summary = _task(job.publish, "publish", "publish")()
     return summary.to_json()

@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(START_S),
 }
+# As Prefect starts its own temporary server: no pages, no services that only a lasting server needs.
+SERVER_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 _libc = ctypes.CDLL(None)  # loaded here, as nothing may be loaded between fork and exec
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -98,21 +100,16 @@ def embedded_api() -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        command = "-m uvicorn --factory prefect.server.api.server:create_app --log-level error --lifespan on"
         server = subprocess.Popen(
-            [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-            + ["--fd", str(listener.fileno()), "--log-level", "error", "--lifespan", "on"],
-            env={
-                **os.environ,
-                "PREFECT_UI_ENABLED": "0",
-                "PREFECT__SERVER_EPHEMERAL": "1",
-                "PREFECT__SERVER_FINAL": "1",
-            },
+            [sys.executable, *command.split(), "--fd", str(listener.fileno())],
+            env={**os.environ, **SERVER_ENVIRONMENT},
             pass_fds=[listener.fileno()],
             start_new_session=True,  # Ctrl-C must not end it before the flow has reported its end
             preexec_fn=end_with_parent,
         )
     try:
-        _wait_for(url, server)
+        wait_for(url, server)
         yield url
     finally:
         server.terminate()
@@ -123,7 +120,20 @@ def embedded_api() -> Iterator[str]:
             server.wait()
 
 
-def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
+def require_free(port: int) -> None:
+    """Check that a server can listen on ``port``."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise BuildError(
+                f"port {port}: {error.strerror}; end what uses it, or choose another with --port"
+            ) from None
+
+
+def wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
+    """Return once the starting API answers."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
@@ -132,6 +142,6 @@ def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
         except OSError:
             time.sleep(0.1)
     raise BuildError(
-        f"the embedded Prefect API did not start within {START_S} s (exit code {server.poll()}), its database is in "
+        f"the Prefect API did not start within {START_S} s (exit code {server.poll()}), its database is in "
         f"{os.environ.get('PREFECT_HOME')}; remove that folder and run again, or add --plain"
     )

@@ -1,10 +1,11 @@
-"""The build without any orchestration, and what its two ways of running share."""
+"""Ways to run a build: without any orchestration, or as a Prefect flow."""
 
 import sys
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from pipelines import prefect_api
 from pipelines.build import Build, Summary
@@ -12,46 +13,61 @@ from pipelines.config import BuildConfig
 from pipelines.workers import Progress
 
 
-@contextmanager
-def progress_bar(total: int) -> Iterator[Progress]:
-    """A bar over records with the time left, on standard error; a line now and then where that is no terminal."""
-    from tqdm import tqdm
+class Pending(Protocol):
+    """A future of either kind."""
 
-    quiet_s = 0.2 if sys.stderr.isatty() else 10
-    with tqdm(total=total, unit=" images", desc="build", mininterval=quiet_s, smoothing=0.1, dynamic_ncols=True) as bar:
-
-        def advance(count: int) -> None:
-            bar.update(count)
-
-        yield advance
+    def result(self) -> Any: ...
 
 
 def run_plain(config: BuildConfig) -> Summary:
-    """Build in this process and its build processes."""
+    """Build with nothing but this process and its build processes."""
     with Build(config) as job, progress_bar(job.num_records) as progress:
         todo = job.plan(progress)
         with ThreadPoolExecutor(config.build.num_processes) as threads:
-            in_flight: deque[Future[dict[str, int]]] = deque()
             try:
-                for name in todo:
-                    in_flight.append(threads.submit(job.build_shard, name, progress))
-                    if len(in_flight) >= 2 * config.build.num_processes:
-                        in_flight.popleft().result()
-                while in_flight:
-                    in_flight.popleft().result()
+                await_each(lambda name: threads.submit(job.build_shard, name, progress), todo, 2 * len(job.workers))
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
-                job.stop()  # before the block waits for the threads, which wait for the build processes
+                job.workers.close()  # before the block waits for the threads, which wait for the build processes
                 raise
         return job.publish()
 
 
 def run_with_prefect(config: BuildConfig) -> Summary:
     """The same as a Prefect flow run, on the API in ``PREFECT_API_URL`` or on an embedded one."""
-    Build(config)  # wrong input is said before anything is started
+    job = Build(config)  # wrong input is said before anything is started
+    if job.state.published:
+        with job:
+            if not job.plan():
+                return job.publish()  # nothing to orchestrate
     prefect_api.prepare_environment()
     with prefect_api.api():
         from pipelines.flows import build_shards
 
         fields = {name: getattr(config, name) for name in BuildConfig.model_fields}
         return Summary.from_json(build_shards(**fields))
+
+
+def await_each(submit: Callable[[str], Pending], names: Iterable[str], limit: int) -> None:
+    """Submit every name and wait for all, at most ``limit`` at a time: a submitted task costs memory until it ran."""
+    in_flight: deque[Pending] = deque()
+    for name in names:
+        in_flight.append(submit(name))
+        if len(in_flight) >= limit:
+            in_flight.popleft().result()
+    for future in in_flight:
+        future.result()
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Progress]:
+    """A bar over records with the time left, on standard error; a line now and then where that is no terminal."""
+    from tqdm import tqdm
+
+    interval_s = 0.2 if sys.stderr.isatty() else 10
+    with tqdm(total=total, unit=" images", desc="build", mininterval=interval_s, smoothing=0.1) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+
+        yield advance

@@ -19,7 +19,6 @@ from typing import Any
 
 from pipelines.errors import BuildError, describe
 
-
 Progress = Callable[[int], None]  # told how many records are newly done
 
 
@@ -27,6 +26,7 @@ class Workers:
     """At most ``limit`` processes, started when first needed. ``call`` is for threads: each call occupies one process."""
 
     def __init__(self, limit: int, lock: Path) -> None:
+        self._limit = limit
         self._lock_path = lock
         self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(limit):
@@ -34,6 +34,9 @@ class Workers:
         self._started: list[subprocess.Popen[str]] = []
         self._mutex = threading.Lock()
         self._closed = False
+
+    def __len__(self) -> int:
+        return self._limit
 
     def call(self, job: str, arguments: Mapping[str, Any], progress: Progress = lambda count: None) -> Any:
         """What ``job`` returns for ``arguments``, computed in a worker.
@@ -134,6 +137,6 @@ def _listen(requests: "queue.Queue[str]") -> None:
 
 
 if __name__ == "__main__":
-    from pipelines.build import JOBS
+    from pipelines import build
 
-    serve(Path(sys.argv[1]), JOBS)
+    serve(Path(sys.argv[1]), build.JOBS)

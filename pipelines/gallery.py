@@ -1,0 +1,103 @@
+"""Thumbnails for the report: kept samples out of the shards, rejected files out of the source."""
+
+import base64
+import io
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import simplejpeg
+from PIL import Image, ImageOps
+
+from pipelines.coco import Split
+from pipelines.filters import Rejection
+from pipelines.images import open_images
+from pipelines.measure import FORMATS, to_rgb
+from shards.manifest import Manifest, ShardEntry
+
+SIDE_PX = 320
+Shard = list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One picture of the gallery; ``thumbnail`` is a data URL, empty where nothing could be decoded."""
+
+    thumbnail: str
+    title: str
+    detail: str
+    tag: str = ""
+
+
+def kept(out: Path, manifest: Manifest, number: int) -> list[Shown]:
+    """The first samples of every shard in turn, until there are ``number``."""
+    per_shard = [_samples(out, entry, number) for entry in manifest.shards[:number]]
+    return list(islice((s for s in chain.from_iterable(zip_longest(*per_shard)) if s), number))
+
+
+def _samples(out: Path, entry: ShardEntry, number: int) -> list[Shown]:
+    shown = []
+    with (out / entry.meta_name).open("rb") as lines, (out / entry.name).open("rb") as tar:
+        for line in islice(lines, -(-number // 4)):
+            image, meta = (_payload(tar, part) for part in json.loads(line)["parts"])
+            about = json.loads(meta)
+            size = f"{about['width']} x {about['height']}, {entry.split}"
+            shown.append(Shown(thumbnail(image, 1 << 62), about["captions"][0], size))
+    return shown
+
+
+def _payload(tar: Any, part: Mapping[str, Any]) -> bytes:
+    tar.seek(part["offset"])
+    data: bytes = tar.read(part["bytes"])
+    return data
+
+
+def rejected(
+    splits: Sequence[Split], rejects: Sequence[Mapping[str, Any]], number: int, max_pixels: int
+) -> list[Shown]:
+    """Rejected records of every reason in turn, until there are ``number``."""
+    by_reason: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in sorted(rejects, key=lambda row: (row["reason"], row["split"], row["image_id"])):
+        by_reason[row["reason"]].append(row)
+    chosen = islice((r for r in chain.from_iterable(zip_longest(*by_reason.values())) if r), number)
+    images = {split.name: open_images(split.images) for split in splits}
+    shown = []
+    for row in chosen:
+        found = images[row["split"]].stamp(row["file_name"])
+        data = b"" if isinstance(found, Rejection) else images[row["split"]].read(row["file_name"])
+        picture = "" if isinstance(data, Rejection) else thumbnail(data, max_pixels)
+        shown.append(Shown(picture, row["file_name"], row["detail"], row["reason"]))
+    return shown
+
+
+def thumbnail(data: bytes, max_pixels: int) -> str:
+    """A small JPEG as data URL; of a damaged JPEG as much as can be decoded; empty where that is nothing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            small = _small(data, max_pixels)
+    except Exception:  # noqa: BLE001 - decoders raise anything at all over damaged bytes
+        return ""
+    out = io.BytesIO()
+    small.save(out, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def _small(data: bytes, max_pixels: int) -> Image.Image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if image.width * image.height > max_pixels:
+            raise ValueError("too large to show")
+        if image.format == "JPEG" and image.mode == "RGB":
+            pixels = simplejpeg.decode_jpeg(
+                data, "RGB", min_width=SIDE_PX, min_height=SIDE_PX, min_factor=1, strict=False
+            )
+            picture = Image.fromarray(pixels)
+        else:
+            picture = to_rgb(ImageOps.exif_transpose(image))
+    picture.thumbnail((SIDE_PX, SIDE_PX))
+    return picture

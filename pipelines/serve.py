@@ -1,0 +1,80 @@
+"""Prefect server, process worker and deployment on this machine, until Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from pipelines import prefect_api
+from pipelines.errors import BuildError
+from shards.errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parents[1]
+WORK_POOL = "xctrain"
+GRACE_S = 10
+
+
+def serve(port: int) -> int:
+    """Start the parts in turn, say how to use them, wait for Ctrl-C or SIGTERM, and end them all."""
+    if not (PROJECT / "prefect.yaml").is_file():
+        raise ConfigError(f"{PROJECT}: has no prefect.yaml; run this from a checkout of the project")
+    prefect_api.prepare_environment()
+    prefect_api.require_free(port)
+    url = f"http://127.0.0.1:{port}/api"
+    os.environ["PREFECT_API_URL"] = url
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        running.append(_start("server", "start", "--host", "127.0.0.1", "--port", str(port)))
+        prefect_api.wait_for(url, running[0])
+        _do("work-pool", "create", "--type", "process", "--overwrite", WORK_POOL)
+        _do("--no-prompt", "deploy", "--all")
+        running.append(_start("worker", "start", "--pool", WORK_POOL, "--type", "process"))
+        print(
+            f"\nReady: http://127.0.0.1:{port}\n"
+            f"  PREFECT_API_URL={url} prefect deployment run build-shards/coco -p source=DIR -p out=DIR\n"
+            "Ctrl-C ends server and worker.",
+            flush=True,
+        )
+        while True:
+            for process in running:
+                if (code := process.poll()) is not None:
+                    raise BuildError(f"{' '.join(map(str, process.args[3:5]))} ended by itself with code {code}")  # type: ignore[index]
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        _end(running)
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "prefect", *arguments]
+
+
+def _start(*arguments: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        _command(*arguments),
+        cwd=PROJECT,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which ends the worker before the server
+        preexec_fn=prefect_api.end_with_parent,
+    )
+
+
+def _do(*arguments: str) -> None:
+    done = subprocess.run(_command(*arguments), cwd=PROJECT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"prefect {' '.join(arguments)}: {' '.join((done.stderr or done.stdout).split())[-800:]}")
+
+
+def _end(running: "list[subprocess.Popen[bytes]]") -> None:
+    for process in reversed(running):
+        process.terminate()
+        try:
+            process.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
