@@ -70,14 +70,24 @@ def score_captions(
     hypothesis_ngrams = [count_ngrams(h) for h in hypotheses]
     reference_ngrams = [[count_ngrams(r) for r in rs] for rs in reference_words]
 
-    bleus, ratio = bleu(hypothesis_ngrams, reference_ngrams)
+    (bleu1, bleu2, bleu3, bleu4), ratio = bleu(hypothesis_ngrams, reference_ngrams)
     cider = cider_d(hypothesis_ngrams, reference_ngrams)
-    warnings += _doubts(hypotheses, cider, ratio)
-    return Scores(len(ids), *bleus, cider, rouge_l(hypotheses, reference_words), ratio, tuple(warnings))
+    return Scores(
+        num_images=len(ids),
+        bleu1=bleu1,
+        bleu2=bleu2,
+        bleu3=bleu3,
+        bleu4=bleu4,
+        cider=cider,
+        rouge_l=rouge_l(hypotheses, reference_words),
+        length_ratio=ratio,
+        warnings=(*warnings, *_doubts(hypotheses, cider, ratio)),
+    )
 
 
 def count_ngrams(words: Words) -> NGrams:
-    """How often each run of 1 to 4 words stands in a caption."""
+    """How often each run of 1 to 4 words stands in a caption. Words with a no-break space ("2 1/2") are two here."""
+    words = " ".join(words).split()
     return tuple(
         Counter(words if n == 1 else map(" ".join, zip(*(words[i:] for i in range(n)), strict=False)))
         for n in range(1, NUM_ORDERS + 1)
@@ -114,7 +124,9 @@ def cider_d(hypotheses: Sequence[NGrams], references: Sequence[Sequence[NGrams]]
     n = 1..4, references and images, times 10. A caption's length is its number of bigrams, as in pycocoevalcap.
     """
     sigma = 6.0
-    frequencies = [Counter(g for refs in references for g in {g for r in refs for g in r[n]}) for n in range(NUM_ORDERS)]
+    frequencies = [
+        Counter(g for refs in references for g in {g for r in refs for g in r[n]}) for n in range(NUM_ORDERS)
+    ]
     log_images = math.log(len(references))
     idfs = [{gram: log_images - math.log(count) for gram, count in f.items()} for f in frequencies]
     if not any(value > 0 for idf in idfs for value in idf.values()):
@@ -172,7 +184,9 @@ def _by_id(captions: Mapping[str, T] | Mapping[int, T], name: str) -> dict[str, 
     for key, value in captions.items():
         image_id = _plain_id(key)
         if image_id in by_id:
-            raise ScoreError(f"{name}: hold {key!r} twice, as text and number or with other zeros; keep one", key=image_id)
+            raise ScoreError(
+                f"{name}: hold {key!r} twice, as text and number or with other zeros; keep one", key=image_id
+            )
         by_id[image_id] = value
     return by_id
 
@@ -192,7 +206,10 @@ def _compare_ids(predicted: Iterable[str], referred: Iterable[str], missing: str
         return []
     found = " and ".join(
         f"{len(ids)} {what} ({', '.join(ids[:5])}{', ...' if len(ids) > 5 else ''})"
-        for ids, what in ((lacking, "images without a prediction"), (extra, "predictions for images without references"))
+        for ids, what in (
+            (lacking, "images without a prediction"),
+            (extra, "predictions for images without references"),
+        )
         if ids
     )
     if missing == "error":
@@ -211,10 +228,14 @@ def _doubts(hypotheses: Sequence[Words], cider: float | None, ratio: float) -> l
     if cider is None:
         doubts.append(f"CIDEr is not defined for {images}: no word tells one image's references from another's")
     elif num_images < MIN_IMAGES:
-        doubts.append(f"CIDEr of {images} is not comparable with published ones: its word weights need {MIN_IMAGES} or more")
+        doubts.append(
+            f"CIDEr of {images} is not comparable with published ones: its word weights need {MIN_IMAGES} or more"
+        )
     if num_empty:
         doubts.append(f"{num_empty} of {images}: the predicted caption has no words")
     if not LENGTH_RATIOS[0] <= ratio <= LENGTH_RATIOS[1]:
         kind = "short" if ratio < 1 else "long"
-        doubts.append(f"captions are too {kind}: {ratio:.2f} times the references' words; BLEU and CIDEr mostly measure that")
+        doubts.append(
+            f"captions are too {kind}: {ratio:.2f} times the references' words; BLEU and CIDEr mostly measure that"
+        )
     return doubts
