@@ -7,21 +7,19 @@ longer be read or continued. energon.idx is made by another tool, see compare_en
 import base64
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+from shards.hashing import mix64, slot_digest, text64
+from shards.manifest import Manifest
+from shards.order import Order, OrderSettings
+from shards.sample import Sample
+from shards.stream import Stream
+from shards.writer import ShardWriter
 
-from shards.hashing import mix64, slot_digest, text64  # noqa: E402
-from shards.manifest import Manifest  # noqa: E402
-from shards.order import Order, OrderSettings  # noqa: E402
-from shards.sample import Sample  # noqa: E402
-from shards.stream import Stream  # noqa: E402
-from shards.writer import ShardWriter  # noqa: E402
+HERE = Path(__file__).parent
 
 # One picture of 3 x 2 pixels in each encoding, fixed as bytes because encoders change between versions.
 PICTURES = {
