@@ -142,7 +142,7 @@ def print_stats(arguments: argparse.Namespace) -> int:
             counts = ", ".join(f"{key} {count}" for key, count in values[name].items())
             print(f"{name}: {counts or 'none'}")
         rows = [
-            (name, *(f"{spread[c]:.6g}" for c in ("min", "p5", "median", "mean", "p95", "max")))
+            (name, *(_short(spread[c]) for c in ("min", "p5", "median", "mean", "p95", "max")))
             for name, spread in values["distributions"].items()
             if spread
         ]
@@ -203,6 +203,10 @@ def _manifest(folder: Path) -> "Manifest":
     from shards.manifest import Manifest
 
     return Manifest.load(folder)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 or value == int(value) else f"{value:.2f}"
 
 
 def _size(num_bytes: int) -> str:

@@ -54,10 +54,10 @@ def make_plan(
         "surplus slots of its last step": num_steps * global_batch - order.num_samples,
         "mixing": mixing(stream, shard_sizes),
     }
-    return Plan(facts, tuple(refusals), tuple(_notes(order, global_batch, gpus)))
+    return Plan(facts, tuple(refusals), tuple(_notes(order, global_batch)))
 
 
-def _notes(order: Order, global_batch: int, gpus: int) -> list[str]:
+def _notes(order: Order, global_batch: int) -> list[str]:
     lanes = order.settings.lanes
     notes = []
     if global_batch % lanes:
@@ -76,7 +76,7 @@ def _notes(order: Order, global_batch: int, gpus: int) -> list[str]:
             f"there are only {len(order.fragment_starts)} fragments for {lanes} lanes, so epochs are mixed little; "
             "a smaller order.fragment mixes better"
         )
-    notes.append(f"any number of workers works: {gpus} GPUs share samples, not shards")
+    notes.append("any number of workers works, as processes share samples, not shards")
     return notes
 
 
