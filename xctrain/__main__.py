@@ -93,7 +93,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         print(f"no GPU found: {arguments.processes} CPU processes", file=sys.stderr)
     elif gpus < arguments.processes:
         raise ConfigError(f"--processes is {arguments.processes}, this machine has {gpus} GPUs; ask for at most {gpus}")
-    return launch([str(arguments.config), *arguments.overrides], arguments.processes)
+    command = [sys.executable, "-m", "xctrain", "train", str(arguments.config), *arguments.overrides]
+    return launch([*command, f"train.processes={arguments.processes}"], arguments.processes)
 
 
 def num_gpus() -> int:

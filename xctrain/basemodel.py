@@ -3,10 +3,14 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shards.reader import SplitReader
 from xctrain.config import Config
 from xctrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xctrain.models import Family
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
@@ -29,6 +33,13 @@ def ensure_base_model(config: Config, reader: SplitReader) -> None:
             build_tiny(base, _captions(reader), config.train.seed)
     elif config.model.path and not base.exists() and config.model.path.startswith((".", "/", "~")):
         raise ConfigError(f"model.path: {base}: there is no such folder; give a model folder or a hub name", path=base)
+
+
+def open_family(config: Config) -> "Family":
+    """The base model in its family."""
+    from xctrain import models
+
+    return models.open_family(config.model, base_model(config))
 
 
 def _captions(reader: SplitReader) -> Iterator[str]:

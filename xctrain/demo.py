@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shards import cli
 from shards.atomic import write_file
@@ -42,11 +41,13 @@ def main(_argv: Sequence[str]) -> int:
     say("what the trained model says of blank pictures")
     blank = json.loads(python("xctrain", "evaluate", CONFIG, *settings(), "eval.blank=true", "--json", capture=True))
     python("xctrain", "report", RUN)
-    result = {**scores(), "blank": blank["bleu4"], "killed_at_step": killed_at, "seconds": time.monotonic() - began}
-    write_file(RUN / "demo.json", json.dumps({"bleu4": result}, indent=1).encode())
+    bleu4 = {**scores(), "blank": blank["bleu4"]}
+    minutes = (time.monotonic() - began) / 60
+    result = {"bleu4": bleu4, "killed_at_step": killed_at, "minutes": round(minutes, 1)}
+    write_file(RUN / "demo.json", json.dumps(result, indent=1).encode())
     print(
-        f"\nBLEU-4 on held-out pictures: {result['untrained']:.3f} untrained, {result['trained']:.3f} trained, "
-        f"{result['blank']:.3f} trained but blind\nlook at {RUN / 'report.html'} ({result['seconds'] / 60:.1f} minutes)"
+        f"\nBLEU-4 on held-out pictures: {bleu4['untrained']:.3f} untrained, {bleu4['trained']:.3f} trained, "
+        f"{bleu4['blank']:.3f} trained but blind\nlook at {RUN / 'report.html'} ({minutes:.1f} minutes)"
     )
     return 0
 
@@ -105,7 +106,7 @@ def progress() -> tuple[int, int]:
     return step, saved
 
 
-def scores() -> dict[str, Any]:
+def scores() -> dict[str, float]:
     """BLEU-4 of the first and the last evaluation."""
     evaluations = [line for line in read_lines(RUN / METRICS) if line["event"] == "eval"]
     return {"untrained": evaluations[0]["bleu4"], "trained": evaluations[-1]["bleu4"]}

@@ -15,13 +15,13 @@ _POLL_S = 0.05
 _GRACE_S = 5.0  # for ranks to end by themselves once one of them is gone; what they could save is saved already
 
 
-def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run ``python -m xctrain train ARGUMENTS`` as ``processes`` ranks and give their common exit code.
+def launch(command: Sequence[str], processes: int) -> int:
+    """Run a command as ``processes`` ranks and give their common exit code.
 
     The ranks die with this process, even if it is killed. When one rank ends with an error the others are ended too.
     """
     port = str(free_port())
-    ranks = [_start(arguments, rank, processes, port) for rank in range(processes)]
+    ranks = [_start(command, rank, processes, port) for rank in range(processes)]
 
     def forward(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -45,7 +45,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(arguments: Sequence[str], rank: int, processes: int, port: str) -> "subprocess.Popen[bytes]":
+def _start(command: Sequence[str], rank: int, processes: int, port: str) -> "subprocess.Popen[bytes]":
     cpus = len(os.sched_getaffinity(0))
     environment = {
         "OMP_NUM_THREADS": str(max(1, cpus // processes)),
@@ -58,7 +58,7 @@ def _start(arguments: Sequence[str], rank: int, processes: int, port: str) -> "s
         "MASTER_PORT": port,
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "xctrain", "train", *arguments, f"train.processes={processes}"],
+        command,
         env=environment,
         start_new_session=True,  # Ctrl-C reaches the ranks once, through ``forward``
         preexec_fn=die_with_parent,

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +11,32 @@ from shards.errors import UserError
 from shards.reader import SplitReader
 from shards.settings import load_settings
 from xctrain import checkpoint, resume
+from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
 from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.processes import EXIT_STOPPED, StopRequest
-from xctrain.start import lock, make_plan, open_family, start
+from xctrain.start import Plan, lock, make_plan, open_model, start
 
 if TYPE_CHECKING:
     from xctrain.loop import StepMetrics
     from xctrain.models import Family
+    from xctrain.ranks import Ranks
     from xctrain.state import TrainState
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _GALLERY = 12  # held-out images in a report
 
 
-def train_rank(config: Config) -> int:
-    """Train as one rank of the processes that the environment describes; exit code.
+OpenModel = Callable[[Config, "Ranks", Plan], "tuple[Family, str]"]
 
-    Ends the process itself: after a success gloo may abort in its own clean-up at exit.
+
+def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
+    """Train as one rank of the processes that the environment describes.
+
+    Ends the process itself, with the exit code: after a success gloo may abort in its own clean-up at exit.
     """
     stop = StopRequest()
+    from xctrain.loop import train
     from xctrain.ranks import join
 
     ranks = join(config)
@@ -38,24 +44,19 @@ def train_rank(config: Config) -> int:
         held = lock(config) if ranks.is_main else None
         plan = make_plan(config, ranks.world_size)
         ranks.barrier()
+        family, model_id = open_model(config, ranks, plan)
         with Progress(ranks.is_main) as progress:
-            run, state = start(config, ranks, plan, lambda: bool(stop), progress.show)
-            progress.begin(run.num_steps, state, plan.notes)
-            from xctrain.loop import train
-
-            if run.evaluate and state.samples_consumed == 0:
-                run.evaluate(state)
-            state, stopped = train(run, state)
+            run = start(config, ranks, plan, family, model_id, stop_asked=lambda: bool(stop), show=progress.show)
+            progress.begin(run.num_steps, plan.state, plan.notes)
+            if run.evaluate and plan.state.samples_consumed == 0:
+                run.evaluate(plan.state)
+            state, stopped = train(run, plan.state)
         if run.log:
             reason = "stopped" if stopped else "done"
             run.log.write(event="stop", step=state.step, samples_consumed=state.samples_consumed, reason=reason)
             run.log.close()
-            text = (
-                f"stopped after saving step {state.step}; start again to go on"
-                if stopped
-                else f"done: step {state.step}"
-            )
-            print(f"{text}, {state.samples_consumed} samples, {config.run.dir}", file=sys.stderr)
+            text = "stopped after saving step {}; start again to go on" if stopped else "done: step {}"
+            print(f"{text.format(state.step)}, {state.samples_consumed} samples, {config.run.dir}", file=sys.stderr)
         del held
     except TrainError as error:
         if error.on_every_rank and not ranks.is_main:
@@ -126,7 +127,6 @@ def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
 
 def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     """Score ``eval.split`` as one rank of the processes that the environment describes; exit code."""
-    from xctrain.basemodel import ensure_base_model
     from xctrain.evaluate import as_event, evaluate, write_captions
     from xctrain.ranks import join
 
@@ -237,6 +237,3 @@ def _gallery(config: Config) -> dict[str, bytes]:
         return {}
     samples = [reader.read(i) for i in range(min(_GALLERY, len(reader)))]
     return {sample.key: sample.image for sample in samples}
-
-
-__all__ = ["caption_images", "evaluate_rank", "report_run", "train_rank"]

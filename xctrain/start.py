@@ -2,11 +2,12 @@
 
 import fcntl
 import json
+import os
 import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,15 @@ from shards.reader import SplitReader
 from shards.stream import Stream, accumulation
 from xctrain import resume
 from xctrain.config import Config
-from xctrain.errors import ConfigError, ResumeError, RunError
+from xctrain.errors import RunError
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
 from xctrain.state import Segment, TrainState
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from xctrain.collate import Batch
+    from xctrain.loader import Loader
     from xctrain.loop import Run, StepMetrics
     from xctrain.models import Family
     from xctrain.ranks import Ranks
@@ -69,8 +72,6 @@ def make_plan(config: Config, world_size: int) -> Plan:
 
 
 def _with(state: TrainState, segments: tuple[Segment, ...], config: Config) -> TrainState:
-    from dataclasses import replace
-
     keys_from = state.keys_from if state.keys_from is not None else state.samples_consumed
     return replace(state, segments=segments, keys_from=keys_from if config.train.log_keys else None)
 
@@ -112,57 +113,88 @@ def lock(config: Config) -> Any:
                 ) from None
             time.sleep(0.1)  # a run that was just killed may still be going away
     file.truncate(0)
-    file.write(str(_pid()))
+    file.write(str(os.getpid()))
     file.flush()
     return file
 
 
-def _pid() -> int:
-    import os
+def open_model(config: Config, ranks: "Ranks", plan: Plan) -> "tuple[Family, str]":
+    """The base model in its family, built first if it is the tiny one, and what names it."""
+    from xctrain import basemodel
 
-    return os.getpid()
-
-
-def open_family(config: Config) -> "Family":
-    """The base model in its family."""
-    from xctrain import models
-    from xctrain.basemodel import base_model
-
-    return models.open_family(config.model, base_model(config))
-
-
-def start(
-    config: Config,
-    ranks: "Ranks",
-    plan: Plan,
-    stop_asked: Callable[[], bool],
-    show: "Callable[[TrainState, StepMetrics], None]",
-) -> "tuple[Run, TrainState]":
-    """Build every part of the run and bring it to the state it goes on from.
-
-    Order matters: the dry passes move weights' gradients and generators, so what a checkpoint holds comes after them,
-    and generators come last of all.
-    """
-    import torch
-
-    from xctrain import basemodel, checkpoint
-    from xctrain.loader import Loader, SlotRows, num_workers
-    from xctrain.loop import Run
-    from xctrain.optim import make_optimizer
-
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
     if ranks.is_main:
         basemodel.ensure_base_model(config, plan.reader)
     ranks.barrier()
     identity = basemodel.model_id(config)
     if plan.point:
         resume.require_model(config, plan.point, identity)
-    family = open_family(config)
+    return basemodel.open_family(config), identity
+
+
+def start(
+    config: Config,
+    ranks: "Ranks",
+    plan: Plan,
+    family: "Family",
+    model_id: str,
+    *,
+    stop_asked: Callable[[], bool],
+    show: "Callable[[TrainState, StepMetrics], None]",
+) -> "Run":
+    """Build every part of the run and bring it to the state it goes on from.
+
+    Order matters: the dry passes move gradients and generators, so what a checkpoint holds comes after them, and the
+    generators come last of all.
+    """
+    import torch
+
+    from xctrain import checkpoint
+    from xctrain.loop import Run
+    from xctrain.optim import make_optimizer
+
+    torch.use_deterministic_algorithms(config.train.deterministic)
     check_lengths(config, family, plan.reader)
-    rows = SlotRows(plan.reader, config.data.captions, config.train.seed)
-    loader = Loader(
-        rows=rows,
+    loader = make_loader(config, ranks, plan, family)
+    module = family.module.to(ranks.accelerator.device)
+    module.train()
+    batch = loader.first_micro_batch(plan.state.samples_consumed).to(ranks.accelerator.device)
+    model, optimizer = settle(ranks, module, batch, lambda: make_optimizer(module.parameters(), config.optim))
+    if plan.point:
+        checkpoint.load_weights(plan.point.path, module, every_trainable=True)
+        checkpoint.load_optimizer(plan.point.path, module, optimizer.optimizer)
+        if ranks.accelerator.scaler:
+            ranks.accelerator.scaler.load_state_dict(checkpoint.read_json(plan.point.path, "scaler.json"))
+    world = describe_world(config, ranks)
+    log, keys = open_logs(config, ranks, plan, world)
+    restore_generators(config, ranks, plan)
+    assert plan.stream.end is not None
+    return Run(
+        config=config,
+        ranks=ranks,
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        trainable=tuple(p for p in module.parameters() if p.requires_grad),
+        loader=loader,
+        num_steps=plan.num_steps,
+        end=plan.stream.end,
+        checkpoints=resume.checkpoints_of(config),
+        log=log,
+        keys=keys,
+        world=world,
+        model_id=model_id,
+        stop_asked=stop_asked,
+        evaluate=evaluator(config, ranks, family, plan, log),
+        show=show,
+    )
+
+
+def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family") -> "Loader":
+    """The loader of this rank."""
+    from xctrain.loader import Loader, SlotRows, num_workers
+
+    return Loader(
+        rows=SlotRows(plan.reader, config.data.captions, config.train.seed),
         collator=family.collator,
         stream=plan.stream,
         rank=ranks.rank,
@@ -172,44 +204,12 @@ def start(
         prefetch=config.data.prefetch,
         timeout_s=config.train.timeout_s,
     )
-    module = family.module.to(ranks.accelerator.device)
-    module.train()
-    state = plan.state
-    model, optimizer = settle(ranks, module, loader, state, lambda: make_optimizer(module.parameters(), config.optim))
-    if plan.point:
-        checkpoint.load_weights(plan.point.path, module, every_trainable=True)
-        checkpoint.load_optimizer(plan.point.path, module, optimizer.optimizer)
-        if ranks.accelerator.scaler:
-            ranks.accelerator.scaler.load_state_dict(checkpoint.read_json(plan.point.path, "scaler.json"))
-    world = describe_world(config, ranks)
-    log, keys = open_logs(config, ranks, plan, world)
-    restore_generators(config, ranks, plan)
-    run = Run(
-        config=config,
-        ranks=ranks,
-        model=model,
-        module=module,
-        optimizer=optimizer,
-        trainable=tuple(p for p in module.parameters() if p.requires_grad),
-        loader=loader,
-        num_steps=plan.num_steps,
-        end=plan.stream.end or 0,
-        checkpoints=resume.checkpoints_of(config),
-        log=log,
-        keys=keys,
-        world=world,
-        model_id=identity,
-        stop_asked=stop_asked,
-        evaluate=evaluator(config, ranks, family, plan, log),
-        show=show,
-    )
-    return run, state
 
 
 def settle(
-    ranks: "Ranks", module: "nn.Module", loader: Any, state: TrainState, optimizer_of: Callable[[], Any]
-) -> tuple["nn.Module", Any]:
-    """Wrap model and optimizer, and run the first micro-batch without an update.
+    ranks: "Ranks", module: "nn.Module", batch: "Batch", make_optimizer: Callable[[], Any]
+) -> "tuple[nn.Module, Any]":
+    """Wrap model and optimizer, and run one micro-batch without an update.
 
     It freezes parameters that never get a gradient, on which DDP would wait for ever; it fills memory in the first
     minute rather than the last; and DDP packs its gradient buckets after its first backward pass, which would make the
@@ -217,14 +217,13 @@ def settle(
     """
     from xctrain.models.parameters import parameters_without_gradient
 
-    batch = loader.first_micro_batch(state.samples_consumed).to(ranks.accelerator.device)
     unused = set(parameters_without_gradient(module(batch), module))
     for name, parameter in module.named_parameters():
         if name in unused:
             parameter.requires_grad_(False)
     if unused and ranks.is_main:
         print(f"frozen, as they never get a gradient: {', '.join(sorted(unused))}", file=sys.stderr)
-    model, optimizer = ranks.accelerator.prepare(module, optimizer_of())
+    model, optimizer = ranks.accelerator.prepare(module, make_optimizer())
     for _ in range(_DRY_PASSES):
         (model(batch) * 0).backward()
         optimizer.zero_grad()
@@ -331,13 +330,3 @@ def evaluator(
             record(result, config.run.dir, state, log)
 
     return score
-
-
-def launched_by_us(world_size: int) -> int:
-    """World size to plan for: what the launcher says."""
-    import os
-
-    return int(os.environ.get("WORLD_SIZE", world_size))
-
-
-__all__ = ["ConfigError", "Plan", "ResumeError", "make_plan", "start"]

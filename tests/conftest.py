@@ -1,0 +1,67 @@
+"""Fixtures that every package's tests may use."""
+
+import io
+import os
+import random
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from shards.manifest import Manifest
+from shards.sample import Sample
+from shards.writer import ShardWriter
+
+# The committed lock file is tested; nothing here may ask the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+COLORS = ("red", "green", "blue", "yellow", "black")
+
+
+def drawn_sample(number: int, num_captions: int = 3) -> Sample:
+    """A coloured shape and captions of unequal length; a pure function of its number."""
+    rng = random.Random(number)
+    color, shape, side = rng.choice(COLORS), rng.choice(("disc", "box")), rng.choice(("left", "right"))
+    image = Image.new("RGB", (96, 64), "white")
+    left = 6 if side == "left" else 54
+    draw = ImageDraw.Draw(image)
+    (draw.ellipse if shape == "disc" else draw.rectangle)([left, 14, left + 36, 50], fill=color)
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    captions = [
+        f"a {color} {shape}",
+        f"on the {side} there is a {color} {shape}",
+        f"a {shape} that is {color} stands alone on the {side} side of a white picture",
+    ]
+    meta = {
+        "image_id": number,
+        "file_name": f"{number}.png",
+        "width": 96,
+        "height": 64,
+        "captions": captions[:num_captions],
+    }
+    return Sample(f"{number:012d}", data.getvalue(), "png", meta)
+
+
+def write_dataset(folder: Path, splits: dict[str, list[int]]) -> Manifest:
+    """A shard folder with, for each split, shards of the given sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries, number = [], 0
+    for split, sizes in splits.items():
+        for i, size in enumerate(sizes):
+            with ShardWriter(folder, f"{split}-{i:06d}", split) as writer:
+                for _ in range(size):
+                    writer.write(drawn_sample(number))
+                    number += 1
+            entries.append(writer.entry)
+    manifest = Manifest(tuple(entries))
+    manifest.save(folder)
+    return manifest
+
+
+@pytest.fixture(scope="session")
+def drawn_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 training samples in 3 uneven shards and 12 held-out ones. Not to be changed: copy it first."""
+    folder = tmp_path_factory.mktemp("drawn") / "shards"
+    write_dataset(folder, {"train": [40, 40, 20], "val": [12]})
+    return folder

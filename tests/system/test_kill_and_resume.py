@@ -1,0 +1,101 @@
+"""SIGKILL of real processes: a run goes on as if nothing had happened."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+
+SEED = 20240229
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_run_killed_five_times_is_bit_identical(drawn_shards: Path, tmp_path: Path, processes: int) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    runs.train(drawn_shards, straight, processes)
+    rng = random.Random(SEED + processes)
+    arguments = runs.settings(drawn_shards, killed)
+    for low in (3, 9, 16, 24, 32):
+        process = runs.launcher(arguments, processes)
+        # A step that saves, or the moment right after one, puts the kill inside the write of a checkpoint.
+        step = 5 * -(-low // 5) if rng.random() < 0.5 else low + rng.randrange(5)
+        runs.kill_at(process, killed, step, delay_s=rng.uniform(0, 0.02))
+    runs.finish(runs.launcher(arguments, processes))
+
+    assert runs.trajectory(killed) == runs.trajectory(straight)
+    assert len(runs.trajectory(killed)) == 40
+    assert runs.key_files(killed) == runs.key_files(straight)
+    assert runs.weights(killed) == runs.weights(straight)
+    assert any(line["previous_end"] == "killed" for line in runs.events(killed, "start"))
+
+
+def test_other_ranks_and_workers_train_on_the_same_keys_in_the_same_steps(drawn_shards: Path, tmp_path: Path) -> None:
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    runs.train(drawn_shards, straight)
+    for processes, workers, until in ((1, 0, 12), (3, 1, 26)):
+        process = runs.launcher(runs.settings(drawn_shards, moved, data__workers=workers), processes)
+        runs.kill_at(process, moved, until)
+    runs.train(drawn_shards, moved, 2, data__workers=4)
+
+    assert runs.keys_by_step(moved) == runs.keys_by_step(straight)
+    assert [row[1:4:2] for row in runs.trajectory(moved)] == [row[1:4:2] for row in runs.trajectory(straight)]
+    per_epoch: dict[int, Counter[str]] = {}
+    for step in runs.keys_by_step(moved).values():
+        for n, key in step:
+            per_epoch.setdefault(n // 100, Counter())[key] += 1
+    assert [len(per_epoch[e]) for e in range(4)] == [100] * 4
+    assert max(max(c.values()) for c in per_epoch.values()) == 1
+
+
+def test_gradient_of_a_step_does_not_depend_on_how_it_is_cut(drawn_shards: Path, tmp_path: Path) -> None:
+    gradients = []
+    rates = []
+    for processes, micro_batch in ((1, 12), (1, 3), (2, 3), (3, 2)):
+        run = tmp_path / f"{processes}x{micro_batch}"
+        changes = {"model__prompt": "no dropout", "optim__max_grad_norm": 1e9, "train__num_steps": 3}
+        runs.train(
+            drawn_shards, run, processes, train__micro_batch=micro_batch, train__save_every=1, train__keep=9, **changes
+        )
+        gradients.append(runs.gradient(run, step=1, beta1=0.9))
+        rates.append([line["lr"] for line in runs.events(run, "step")])
+
+    norm = np.linalg.norm(gradients[0])
+    assert norm > 0.1
+    assert max(np.linalg.norm(g - gradients[0]) / norm for g in gradients) < 1e-6
+    assert rates == [rates[0]] * 4
+
+
+def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(drawn_shards: Path, tmp_path: Path) -> None:
+    import signal
+    import time
+
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    runs.train(drawn_shards, straight, 2)
+    process = runs.launcher(runs.settings(drawn_shards, stopped, train__save_every=1000), 2)
+    while runs.last_step(stopped) < 4:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    text = runs.finish(process, code=75)
+    runs.train(drawn_shards, stopped, 2)
+
+    assert "start again to go on" in text
+    assert runs.trajectory(stopped) == runs.trajectory(straight)
+    assert runs.weights(stopped) == runs.weights(straight)
+    assert [line["previous_end"] for line in runs.events(stopped, "start")] == [None, "stopped"]
+
+
+def test_half_written_newest_checkpoint_is_passed_over_with_a_reason(drawn_shards: Path, tmp_path: Path) -> None:
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    runs.train(drawn_shards, straight)
+    runs.train(drawn_shards, run, train__num_steps=40)
+    newest = run / "checkpoints" / "step-00000040" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    text = runs.train(drawn_shards, run)
+
+    size = json.loads((newest.parent / "files.json").read_text())["model.safetensors"]["bytes"]
+    assert f"step-00000040: model.safetensors has 100 bytes, files.json says {size}" in text or "passed over" in text
+    assert "resumed at step 35" in text
+    assert runs.weights(run) == runs.weights(straight)

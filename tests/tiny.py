@@ -1,0 +1,97 @@
+"""A captioner of the family contract that steps in milliseconds and needs no transformers. Dropout is on."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shards.settings import load_settings
+from xctrain.collate import Batch, Row
+from xctrain.config import Config
+from xctrain.loss import IGNORED, summed_cross_entropy
+from xctrain.ranks import Ranks
+from xctrain.start import Plan
+
+WIDTH = 24
+END = 256
+
+
+class TinyModel(nn.Module):
+    """Bytes of the caption, each predicted from those before it and a 4 x 4 thumbnail."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(END + 1, WIDTH)
+        self.picture = nn.Linear(48, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, END + 1)
+        self.unused = nn.Parameter(torch.zeros(3))  # as real models have: it never gets a gradient
+        self.dropout = nn.Dropout(dropout)
+
+    def logits(self, ids: Tensor, pixels: Tensor) -> Tensor:
+        hidden = self.embedding(ids) + self.picture(pixels)[:, None]
+        counts = torch.arange(1, ids.shape[1] + 1)[:, None]
+        return self.head(self.norm(hidden + self.mix(self.dropout(hidden).cumsum(1) / counts)))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return summed_cross_entropy(self.logits(batch.inputs["input_ids"], batch.inputs["pixels"]), batch.labels)
+
+
+def thumbnails(rows: Sequence[Row]) -> Tensor:
+    return torch.tensor([list(row.image.resize((4, 4)).tobytes()) for row in rows], dtype=torch.float32) / 255
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    texts = [[END, *row.captions[0].encode(), END] for row in rows]
+    ids = torch.full((len(rows), max(map(len, texts))), END)
+    labels = torch.full_like(ids, IGNORED)
+    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        ids[i, : len(text)] = torch.tensor(text)
+        if not row.masked:
+            labels[i, 1 : len(text)] = ids[i, 1 : len(text)]
+    return Batch(
+        inputs={"input_ids": ids, "pixels": thumbnails(rows)},
+        labels=labels,
+        positions=tuple(row.n for row in rows),
+        keys=tuple(row.key for row in rows),
+        masked=tuple(row.masked for row in rows),
+        num_targets=int((labels != IGNORED).sum()),
+    )
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    module: TinyModel
+
+    collator = staticmethod(collate)
+
+    def generate(self, images: Sequence, max_new_tokens: int) -> list[str]:
+        with torch.no_grad():
+            pixels = thumbnails([Row(0, 0, "", image, ("",)) for image in images])
+            ids = torch.full((len(images), 1), END)
+            for _ in range(max_new_tokens):
+                ids = torch.cat([ids, self.module.logits(ids, pixels)[:, -1:].argmax(-1)], dim=1)
+        return [bytes(b for b in row if b < END).decode(errors="replace") or "nothing" for row in ids.tolist()]
+
+    def check_lengths(self, samples: object) -> None:
+        pass
+
+    def save_pretrained(self, folder: Path) -> None:
+        pass
+
+
+def open_tiny(config: Config, ranks: Ranks, plan: Plan) -> tuple[TinyFamily, str]:
+    """In the place of ``xctrain.start.open_model``."""
+    torch.manual_seed(config.train.seed)
+    return TinyFamily(TinyModel(dropout=0.0 if config.model.prompt == "no dropout" else 0.2)), "tiny"
+
+
+if __name__ == "__main__":
+    from shards import cli
+    from xctrain.session import train_rank
+
+    sys.exit(cli.run(lambda argv: train_rank(load_settings(Config, Path(argv[0]), argv[1:]), open_tiny)))
