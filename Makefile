@@ -10,7 +10,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(READY) ## set up .venv from the lock file
 
@@ -32,13 +32,13 @@ shards: $(READY) ## build shards: SOURCE=coco-folder OUT=folder [CONFIG=...] [AR
 
 train: $(READY) ## train, or go on: GPUS=4 [CONFIG=...] [ARGS="section.field=value ..."]
 ifeq ($(CONFIG),configs/demo.yaml)
-	@test -e data/sample/manifest.json || $(MAKE) --no-print-directory sample-shards
+	@test -e data/sample-shards/manifest.json || $(MAKE) --no-print-directory sample-shards
 endif
 	$(PY) -m xctrain launch $(CONFIG) --processes $(GPUS) $(ARGS)
 
-sample-shards: $(READY) ## the sample dataset as shards in data/sample
-	$(PY) -m pipelines sample --out data/sample-coco
-	$(PY) -m pipelines build $(BUILD_CONFIG) source.root=data/sample-coco out=data/sample
+sample-shards: $(READY) ## the sample dataset as shards in data/sample-shards
+	$(PY) -m pipelines sample --out data/sample
+	$(PY) -m pipelines build $(BUILD_CONFIG) source.root=data/sample out=data/sample-shards
 
 serve: $(READY) ## Prefect server, worker and deployment on this machine
 	$(PY) -m pipelines serve

@@ -27,7 +27,7 @@ class RunConfig(_Section):
 class DataConfig(_Section):
     """What is read, and by how many workers."""
 
-    shards: Path = Field(Path("data/sample"), description="shard folder with a manifest.json")
+    shards: Path = Field(Path("data/sample-shards"), description="shard folder with a manifest.json")
     split: str = _trajectory("train", "split to train on")
     captions: Literal["random", "first", "all"] = _trajectory(
         "random", "which of an image's captions: another one each epoch, the first, or all as rows of one slot"

@@ -16,8 +16,8 @@ from shards.atomic import write_file
 from xctrain.errors import RunError
 from xctrain.log import METRICS, read_lines
 
-SOURCE = Path("data/sample-coco")
-SHARDS = Path("data/sample")
+SOURCE = Path("data/sample")
+SHARDS = Path("data/sample-shards")
 RUN = Path("runs/make-demo")
 CONFIG = "configs/demo.yaml"
 PROCESSES = 2
