@@ -1,0 +1,94 @@
+"""What a run folder holds, read leniently: whatever is absent or torn is left out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xctrain.charts import Point
+from xctrain.log import METRICS, read_lines
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run folder holds, by kind; each list may be empty."""
+
+    name: str
+    steps: list[Event]
+    evals: list[Event]
+    starts: list[Event]
+    stops: list[Event]
+    before: dict[str, Event]
+    after: dict[str, Event]
+    first_step: int | None
+    last_step: int | None
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "History":
+        """Read what is there; a torn last line and absent files are passed over."""
+        events = [line for line in read_lines(run_dir / METRICS) if isinstance(line, dict)]
+        kinds: dict[str, list[Event]] = {"step": [], "eval": [], "start": [], "stop": []}
+        for event in events:
+            kinds.setdefault(str(event.get("event")), []).append(event)
+        captions = sorted((run_dir / "captions").glob("step-*.jsonl"))
+        first, last = (captions[0], captions[-1]) if captions else (None, None)
+        return cls(
+            name=run_dir.resolve().name,
+            steps=kinds["step"],
+            evals=kinds["eval"],
+            starts=kinds["start"],
+            stops=kinds["stop"],
+            before=_captions(first if first != last else None),
+            after=_captions(last),
+            first_step=_step_of(first),
+            last_step=_step_of(last),
+            config=_mapping(run_dir / "config.yaml"),
+            environment=_mapping(run_dir / "environment.json"),
+        )
+
+    def curve(self, name: str) -> list[Point]:
+        """A field of the step lines over steps."""
+        return curve(self.steps, name)
+
+    def setting(self, name: str) -> Any:
+        """A field of the config, None where it is not set."""
+        value: Any = self.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def number(value: Any) -> float | None:
+    """A figure of a log line, None where it is absent or no number."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def curve(events: Sequence[Event], name: str) -> list[Point]:
+    """One field of log lines over their steps."""
+    pairs = ((number(e.get("step")), number(e.get(name))) for e in events)
+    return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+
+def _captions(path: Path | None) -> dict[str, Event]:
+    return {} if path is None else {str(line.get("key")): line for line in read_lines(path) if isinstance(line, dict)}
+
+
+def _step_of(path: Path | None) -> int | None:
+    digits = path.stem.removeprefix("step-") if path else ""
+    return int(digits) if digits.isdecimal() else None
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """What a YAML or JSON file holds; nothing where it is absent or not whole."""
+    import yaml
+
+    read: Callable[[str], Any] = yaml.safe_load
+    try:
+        values = read(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
