@@ -41,7 +41,6 @@ class Chart:
     width: int = 506
     height: int = 170
     from_zero: bool = False
-    unit: str = ""
 
     def svg(self) -> str:
         """The chart, or a sentence where no curve has a finite point."""
@@ -67,7 +66,7 @@ class Chart:
         for value in y_axis.ticks(4):
             y = y_axis.place(value)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{self.width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{_LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{short(value)}{self.unit}</text>')
+            parts.append(f'<text x="{_LEFT - 8}" y="{y + 3.5:.1f}" text-anchor="end">{short(value)}</text>')
         for value in x_axis.ticks(8 if self.width > 800 else 4):
             x = x_axis.place(value)
             parts.append(f'<text x="{x:.1f}" y="{self.height - 6}" text-anchor="middle">{short(value)}</text>')

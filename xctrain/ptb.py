@@ -11,7 +11,8 @@ on, because the list of what is removed has them in capitals, after lower-casing
 
 Known differences: a line break or no-break space of any kind is a blank here (there, some shift all later captions by
 a line); two different quotes in a row are removed here; letters newer than Unicode 6 are words here and dropped there;
-some web addresses and rare text faces. Of 20,000 random strings of 3 to 12 such signs and letters, 1 differs.
+some web addresses and rare text faces. Of 20,000 captions with one or two odd pieces put in, none differs; of 20,000
+strings of nothing but odd pieces, 1 in 100.
 """
 
 import re

@@ -87,7 +87,8 @@ def marks(starts: Sequence[Event]) -> list[Mark]:
         ended = str(start.get("previous_end") or "ended")
         label = f"{ended} at {step + lost:g}" + (f", on from {step:g}" if lost else "")
         again = f", {lost:g} step{'' if lost == 1 else 's'} done again" if lost else ""
-        detail = f"{ended} at step {step + lost:g}; went on from step {step:g}{again}, on {start.get('world_size', '?')} processes"
+        on = f"on {start.get('world_size', '?')} processes"
+        detail = f"{ended} at step {step + lost:g}; went on from step {step:g}{again}, {on}"
         found.append(Mark(step, label, "stop" if killed else "pause", detail))
     return found
 
