@@ -54,7 +54,7 @@ def read_splits(config: BuildConfig) -> tuple[Split, ...]:
 
 
 def _held_out_beside(source: SourceConfig) -> HeldOutConfig | None:
-    if source.root is None or source.split == "val" or not _captions_below(source.root, "val"):
+    if source.root is None or source.annotations or source.split == "val" or not _captions_below(source.root, "val"):
         return None
     return HeldOutConfig(root=source.root)
 

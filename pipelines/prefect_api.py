@@ -1,6 +1,7 @@
 """Where the flow finds a Prefect API: the one in ``PREFECT_API_URL``, or an embedded one that lives as long as the run."""
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -29,8 +30,16 @@ ENVIRONMENT = {
     "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(START_S),
 }
-# As Prefect starts its own temporary server: no pages, no services that only a lasting server needs.
-SERVER_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+# As Prefect starts its own temporary server: no pages, no services that only a lasting server needs. States of task runs
+# are written many at a time; one by one, as is the default, some hundred are still unwritten when the flow has ended.
+SERVER_ENVIRONMENT = {
+    "PREFECT_UI_ENABLED": "0",
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT__SERVER_FINAL": "1",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+}
 _libc = ctypes.CDLL(None)  # loaded here, as nothing may be loaded between fork and exec
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -55,6 +64,8 @@ def api() -> Iterator[str]:
     """
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_worth_a_line)
     if url := PREFECT_API_URL.value():
         require_answer(url)
         yield url
@@ -64,6 +75,16 @@ def api() -> Iterator[str]:
             yield url
         finally:
             _send_what_waits()
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Of a run started here: no lines per task, which the bar shows, no traceback of what the caller reports itself, and
+    no link, as the embedded API has no pages."""
+    return (
+        record.name != "prefect.task_runs"
+        and not record.exc_info
+        and not record.getMessage().startswith("View at http://127.0.0.1")
+    )
 
 
 def _send_what_waits() -> None:
@@ -96,7 +117,9 @@ def embedded_api() -> Iterator[str]:
 
     Prefect has its own, but that one outlives a killed build and then holds the database against the next.
     """
-    with socket.socket() as listener:
+    log = Path(os.environ["PREFECT_HOME"]) / "embedded-api.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as listener, log.open("wb") as log_file:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
@@ -104,12 +127,14 @@ def embedded_api() -> Iterator[str]:
         server = subprocess.Popen(
             [sys.executable, *command.split(), "--fd", str(listener.fileno())],
             env={**os.environ, **SERVER_ENVIRONMENT},
+            stdout=log_file,
+            stderr=log_file,
             pass_fds=[listener.fileno()],
             start_new_session=True,  # Ctrl-C must not end it before the flow has reported its end
             preexec_fn=end_with_parent,
         )
     try:
-        wait_for(url, server)
+        wait_for(url, server, f"look into {log}, remove {log.parent} and run again, or add --plain")
         yield url
     finally:
         server.terminate()
@@ -132,8 +157,8 @@ def require_free(port: int) -> None:
             ) from None
 
 
-def wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
-    """Return once the starting API answers."""
+def wait_for(url: str, server: "subprocess.Popen[bytes]", advice: str) -> None:
+    """Return once the starting API answers; ``advice`` is for the case that it does not."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
@@ -141,7 +166,5 @@ def wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
                 return
         except OSError:
             time.sleep(0.1)
-    raise BuildError(
-        f"the Prefect API did not start within {START_S} s (exit code {server.poll()}), its database is in "
-        f"{os.environ.get('PREFECT_HOME')}; remove that folder and run again, or add --plain"
-    )
+    ending = "" if server.poll() is None else f", it ended with code {server.poll()}"
+    raise BuildError(f"the Prefect API did not answer within {START_S} s{ending}; {advice}")

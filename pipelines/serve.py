@@ -29,7 +29,7 @@ def serve(port: int) -> int:
     running: list[subprocess.Popen[bytes]] = []
     try:
         running.append(_start("server", "start", "--host", "127.0.0.1", "--port", str(port)))
-        prefect_api.wait_for(url, running[0])
+        prefect_api.wait_for(url, running[0], "its own messages stand above")
         _do("work-pool", "create", "--type", "process", "--overwrite", WORK_POOL)
         _do("--no-prompt", "deploy", "--all")
         running.append(_start("worker", "start", "--pool", WORK_POOL, "--type", "process"))

@@ -84,6 +84,8 @@ class Workers:
                 raise RuntimeError(f"in a build process:\n{reply['bug']}")
             else:
                 return reply["result"]
+        if self._closed:
+            raise BuildError("the build was stopped")
         code = process.wait()
         ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         hint = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
