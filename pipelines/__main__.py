@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
     for command in (parser, build, sample, serve):
         command.add_argument("--debug", action="store_true", help="show tracebacks")  # shards.cli.run takes it
-    arguments = parser.parse_args(argv)
+    arguments = cli.parse_with_settings(parser, argv)
     return int(arguments.run(arguments))
 
 

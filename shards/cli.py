@@ -1,5 +1,6 @@
 """What every command line of the project shares: errors as one paragraph, and exit codes."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,3 +35,16 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse ``argv``; ``section.field=value`` texts may stand anywhere, also behind an option, where argparse takes none.
+
+    They are collected in ``overrides``, for the commands that have such an argument.
+    """
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments

@@ -14,12 +14,7 @@ _EPILOG = "exit codes: 0 done, 1 failed, 2 wrong usage or config, 75 stopped by 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; exit code."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)  # argparse itself takes no settings behind an option
-    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides += rest
+    arguments = cli.parse_with_settings(_parser(), argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     return command(arguments)
 
