@@ -1,5 +1,6 @@
 """Tiny models of three kinds, built from their configs, and rows to feed them."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def rows() -> list[Row]:
 
 
 def make_row(n: int, caption: str, size: tuple[int, int] = (32, 32), masked: str | None = None) -> Row:
-    image = Image.effect_noise(size, 60).convert("RGB") if masked is None else Image.new("RGB", size)
+    width, height = size
+    noise = random.Random(n).randbytes(width * height * 3)
+    image = Image.frombytes("RGB", size, noise) if masked is None else Image.new("RGB", size)
     return Row(n=n, epoch=0, key=f"key-{n}", image=image, captions=(caption,), masked=masked)
 
 

@@ -37,8 +37,4 @@ def open_family(config: "ModelConfig", base: Path | str) -> Family:
     """The family that `model.family` names, with the weights in ``base``: a local folder, or a hub name."""
     from xctrain.models.hf import HfFamily  # late: transformers takes seconds
 
-    if config.family == "tiny":
-        from xctrain.models.tiny import UNUSED
-
-        return HfFamily.open(config, base, never_trained=UNUSED)
-    return HfFamily.open(config, base)
+    return HfFamily.open(config, base)  # family tiny differs only in where its folder comes from

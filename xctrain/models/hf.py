@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +158,7 @@ class HfFamily:
     collator: Collator
 
     @classmethod
-    def open(cls, config: "ModelConfig", base: Path | str, never_trained: Sequence[str] = ()) -> "HfFamily":
+    def open(cls, config: "ModelConfig", base: Path | str) -> "HfFamily":
         """The model in the folder, or of the hub name, ``base``. A folder never asks the network.
 
         Raises:
@@ -168,7 +169,7 @@ class HfFamily:
         prompt = make_prompt(processor, config.prompt)
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token  # pads are masked by position
-        freeze(model, [*config.freeze, *never_trained])
+        freeze(model, config.freeze)
         return cls(CaptionModel(model), Collator(processor, prompt, config.max_length))
 
     def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
@@ -177,7 +178,7 @@ class HfFamily:
 
     def generate(self, images: Sequence[Image.Image], max_new_tokens: int) -> list[str]:
         """One greedy caption an image, without prompt and special tokens. Draws no random number."""
-        model = self.module.model
+        model, end_ids = self.module.model, self._end_ids
         prompts = self.collator.process(images, padding_side="left")
         inputs = in_dtype({name: tensor.to(model.device) for name, tensor in prompts.items()}, model.dtype)
         with evaluating(model), torch.no_grad():
@@ -187,10 +188,12 @@ class HfFamily:
                 do_sample=False,
                 num_beams=1,
                 use_cache=True,
-                eos_token_id=sorted(self._end_ids),
+                eos_token_id=sorted(end_ids),
                 pad_token_id=self.collator.pad_id,
             )
-        return [self._text(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
+        answers = ids[:, prompts["input_ids"].shape[1] :].tolist()
+        # Cut at the end by position first: an end token that is not marked special would stay in the text.
+        return [self._text(takewhile(lambda token: token not in end_ids, answer)) for answer in answers]
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder that the Auto classes load without a network."""
@@ -205,11 +208,9 @@ class HfFamily:
         end = self.collator.processor.tokenizer.convert_tokens_to_ids(self.collator.prompt.end)
         return {end, *own_ids} - {None}
 
-    def _text(self, ids: Sequence[int]) -> str:
-        # Cut at the end by position first: an end token that is not marked special would stay in the text.
-        end = next((i for i, token in enumerate(ids) if token in self._end_ids), len(ids))
+    def _text(self, ids: Iterable[int]) -> str:
         text = self.collator.processor.tokenizer.decode(
-            ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return " ".join(text.split())
 

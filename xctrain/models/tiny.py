@@ -10,14 +10,17 @@ import torch
 
 from shards.atomic import aside, publish
 
-IMAGE_SIDE = 64  # pixels; pictures are squeezed into a square, so that nothing of them is cut off
-PATCH_SIDE = 8
+# Chosen on the drawn scenes of the sample dataset, for what is learned in a minute of one CPU core.
+IMAGE_SIDE = 48  # pixels; pictures are squeezed into a square, so that nothing of them is cut off
+PATCH_SIDE = 8  # 16 is cheaper and never learns to look; at 64 pixels a step costs twice as much
 HIDDEN = 96
-VISION_LAYERS = 3
-TEXT_LAYERS = 3
-HEADS = 4
-VOCABULARY = 512  # at most; 256 bytes, merges and special tokens
+NUM_LAYERS = 2  # of each tower
+NUM_HEADS = 4
+VOCABULARY = 512  # at most: 256 bytes, merges and special tokens
 DROPOUT = 0.1  # of attention
+# Standard deviations of the first weights. The usual 0.02 is for wide models: at this width it costs half the score.
+VISION_INIT = 0.3
+TEXT_INIT = 0.1
 
 PAD, END, IMAGE, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|image|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
@@ -27,9 +30,6 @@ CHAT_TEMPLATE = (
     "{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-# CLIP's last norm serves its pooled output, which LLaVA does not read: it never gets a gradient.
-UNUSED = ("*.post_layernorm.*",)
 
 
 def build_tiny(folder: Path, captions: Iterable[str], seed: int) -> None:
@@ -92,18 +92,20 @@ def _processor(tokenizer: Any) -> Any:
 def _model(tokenizer: Any, seed: int) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    sizes = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "attention_dropout": DROPOUT}
+    sizes = {"hidden_size": HIDDEN, "num_attention_heads": NUM_HEADS, "attention_dropout": DROPOUT}
     vision = CLIPVisionConfig(
         **sizes,
+        initializer_range=VISION_INIT,
         intermediate_size=2 * HIDDEN,
-        num_hidden_layers=VISION_LAYERS,
+        num_hidden_layers=NUM_LAYERS,
         image_size=IMAGE_SIDE,
         patch_size=PATCH_SIDE,
     )
     text = LlamaConfig(
         **sizes,
+        initializer_range=TEXT_INIT,
         intermediate_size=2 * HIDDEN,
-        num_hidden_layers=TEXT_LAYERS,
+        num_hidden_layers=NUM_LAYERS,
         vocab_size=len(tokenizer),
         max_position_embeddings=512,
         tie_word_embeddings=True,
