@@ -228,6 +228,15 @@ def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
 def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, int]:
     """Write one planned shard and record it as finished. A pure function of the slice: same records, same bytes."""
     order = json.loads(Path(arguments["slice"]).read_bytes())
+    try:
+        return _build_slice(order, progress)
+    except OSError as error:  # a failing write names no file
+        where = error.filename or Path(order["folder"]) / f"{order['name']}.tar"
+        advice = "free some space and run the build again, finished shards are kept"
+        raise BuildError(f"{where}: {error.strerror}; {advice}", path=where) from None
+
+
+def _build_slice(order: Mapping[str, Any], progress: Progress) -> dict[str, int]:
     limits = FilterConfig.model_validate(order["limits"])
     images = open_images(Path(order["images"]))
     folder = Path(order["folder"])

@@ -2,6 +2,7 @@
 
 import io
 import warnings
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,8 @@ def _measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if verdict := judge_size(*image.size, limits):
             return verdict
+        if image.format == "PNG":
+            check_png(data)
         flags = _flags(data, image)
         pixels = _decode_jpeg(data) if image.format in ("JPEG", "MPO") else None
         if pixels is None or flags:
@@ -110,6 +113,23 @@ def _decode_jpeg(data: bytes) -> NDArray[np.uint8]:
     colors = {"Gray": "GRAY", "CMYK": "CMYK", "YCCK": "CMYK"}
     space = simplejpeg.decode_jpeg_header(data)[2]
     return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colors.get(space, "RGB")))
+
+
+def check_png(data: bytes) -> None:
+    """Compare the checksums of a PNG's critical chunks, which Pillow skips for pixel data.
+
+    Raises:
+        ValueError: one does not match.
+    """
+    at = 8
+    while at + 12 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        end = at + 8 + length
+        if kind[:1].isupper() and zlib.crc32(data[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            raise ValueError(f"checksum of chunk {ascii(kind)[2:-1]} at byte {at} does not match")
+        if kind == b"IEND":
+            return
+        at = end + 4
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

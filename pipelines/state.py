@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +177,15 @@ def file_stamp(path: Path) -> list[int]:
 
 def _intact(folder: Path, path: Path, result: Mapping[str, Any]) -> bool:
     files = shard_files(result["entry"])
-    with suppress(OSError):
+    try:
         if all(result["stamps"].get(name) == file_stamp(folder / name) for name in files):
             return True
-        if all(_sha256(folder / name) == digest for name, digest in files.items()):
-            write_result(path, folder, result)  # copied or touched, and still the same
-            return True
-    return False
+        if not all(_sha256(folder / name) == digest for name, digest in files.items()):
+            return False
+    except OSError:  # gone or unreadable: it is built again
+        return False
+    write_result(path, folder, result)  # copied or touched, and still the same
+    return True
 
 
 def _sha256(path: Path) -> str:

@@ -1,0 +1,125 @@
+import json
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipelines.run import run_plain
+from pipelines.state import read_json
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, coco, pictures):
+    """Enough work for a build of some seconds: pictures that have to be converted."""
+    root = tmp_path_factory.mktemp("slow")
+    files = {f"{i}.png": pictures.encode(pictures.photo(i, 320, 240, "RGBA"), "PNG") for i in range(48)}
+    return coco(root, files)
+
+
+@pytest.fixture(scope="module")
+def reference(source, make_config, data_files, tmp_path_factory):
+    """Data files of the undisturbed build, and how long it took."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    run_plain(make_config(source, out))
+    return data_files(out)
+
+
+@pytest.fixture
+def config_file(source, tmp_path):
+    path = tmp_path / "build.yaml"
+    build = {"records_per_shard": 8, "processes": 2}
+    path.write_text(json.dumps({"source": str(source), "out": str(tmp_path / "out"), "build": build}))
+    return path
+
+
+def kill_until_done(command, config_file, reference, data_files, kills, draws, *arguments):
+    out = config_file.parent / "out"
+    for _ in range(kills):
+        process = command("build", config_file, *arguments)
+        began = time.monotonic()
+        while not (out / ".build").exists() and time.monotonic() - began < 60:
+            time.sleep(0.01)
+        time.sleep(draws.uniform(0.1, 1.2))
+        process.kill()
+        process.communicate()
+        for name, data in data_files(out).items():
+            assert data == reference[name], f"{name} is half-made after a kill"
+    process = command("build", config_file, *arguments)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert data_files(out) == reference
+    assert not list(out.rglob(".*.tmp"))
+
+
+def test_a_build_killed_at_random_moments_ends_with_the_same_bytes(command, config_file, reference, data_files):
+    kill_until_done(command, config_file, reference, data_files, 3, random.Random(0), "--plain")
+
+
+@pytest.mark.slow
+def test_a_build_killed_ten_times_ends_with_the_same_bytes(command, config_file, reference, data_files):
+    kill_until_done(command, config_file, reference, data_files, 10, random.Random(1), "--plain")
+
+
+@pytest.mark.slow
+def test_a_flow_killed_at_random_moments_ends_with_the_same_bytes(
+    command, config_file, reference, data_files, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    kill_until_done(command, config_file, reference, data_files, 4, random.Random(2))
+
+
+def goes_on(command, config_file):
+    process = command("build", config_file, "--plain")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_build_and_the_same_command_goes_on(command, config_file, reference, data_files, signum):
+    out = config_file.parent / "out"
+    process = command("build", config_file, "--plain")
+    while not list(out.glob("*.tar")):
+        time.sleep(0.01)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert "the build was stopped; finished shards are kept, the same command goes on from there" in errors
+    assert "Traceback" not in errors
+    assert not list(out.rglob(".*.tmp"))
+    goes_on(command, config_file)
+    assert data_files(out) == reference
+
+
+def test_a_killed_build_process_is_an_error_that_names_the_signal(command, config_file, reference, data_files):
+    out = config_file.parent / "out"
+    process = command("build", config_file, "--plain")
+    while not list((out / ".build" / "slices").glob("*.json")):
+        time.sleep(0.01)
+    workers = []
+    while not workers:
+        workers = _children(process.pid)
+    time.sleep(0.2)
+    for pid in workers:
+        _kill(pid)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "a build process was killed by signal 9 (the kernel does that when memory runs out)" in errors
+    goes_on(command, config_file)
+    assert data_files(out) == reference
+    assert read_json(out / ".build" / "settings.json")
+
+
+def _children(pid):
+    """Processes that any thread of ``pid`` has started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _kill(pid):
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,73 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipelines.__main__ import main
+from shards import cli
+
+
+@pytest.fixture
+def config_file(photos, tmp_path):
+    path = tmp_path / "build.yaml"
+    build = {"records_per_shard": 8, "processes": 1}
+    path.write_text(json.dumps({"source": str(photos), "out": str(tmp_path / "out"), "build": build}))
+    return path
+
+
+def test_build_says_what_it_kept_and_rejected(config_file, capsys):
+    assert cli.run(main, ["build", str(config_file), "--plain"]) == 0
+    output = capsys.readouterr().out
+    assert "out: 29 kept (train 24, val 5), 0 rejected" in output
+    assert cli.run(main, ["build", str(config_file), "--plain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unchanged"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["source.root=nowhere"], "error: nowhere: does not exist"),
+        (["filters.max_pixel=3"], "filters.max_pixel is not a setting; did you mean filters.max_pixels?"),
+        (["source.root"], "expected section.field=value"),
+    ],
+)
+def test_wrong_input_is_one_paragraph_and_code_2(config_file, capsys, arguments, message):
+    config_file.write_text(json.dumps({"source": {"root": "x"}, "out": str(config_file.parent / "out")}))
+    assert cli.run(main, ["build", str(config_file), *arguments, "--plain"]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert not (config_file.parent / "out").exists()
+
+
+def test_wrong_usage_is_code_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.run(main, ["build"])
+    assert caught.value.code == 2
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom pipelines.__main__ import main\n"
+        "try: main(['build', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'prefect', 'pydantic', 'numpy', 'PIL'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "section.field=value" in done.stdout
+    assert "75 stopped by a signal" in done.stdout
+
+
+def test_sample_says_how_many_pictures_it_drew(tmp_path, capsys):
+    assert cli.run(main, ["sample", "--out", str(tmp_path / "s"), "--images", "15"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 's'}: 15 train, 2 val pictures\n"
+
+
+def test_a_dead_prefect_address_names_both_ways_out(config_file, command, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    process = command("build", config_file)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "PREFECT_API_URL is http://127.0.0.1:9/api, but no Prefect API answers there" in errors
+    assert "unset PREFECT_API_URL" in errors
+    assert "add --plain" in errors

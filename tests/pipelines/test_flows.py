@@ -1,0 +1,122 @@
+"""The build through Prefect, on one embedded API for the whole file."""
+
+import inspect
+import json
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from pipelines import prefect_api
+from pipelines.config import BuildConfig
+from pipelines.run import run_plain
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PREFECT_API_URL", raising=False)
+        for name, value in prefect_api.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
+        with prefect_api.embedded_api() as url:
+            patch.setenv("PREFECT_API_URL", url)
+            yield url
+
+
+def ask(url, path, question):
+    request = urllib.request.Request(
+        f"{url}{path}", json.dumps(question).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)
+
+
+@pytest.fixture
+def config_file(photos, tmp_path):
+    path = tmp_path / "build.yaml"
+    path.write_text(
+        json.dumps({"source": str(photos), "out": str(tmp_path / "out"), "build": {"records_per_shard": 2}})
+    )
+    return path
+
+
+def test_a_flow_run_gives_the_bytes_of_the_plain_build(
+    api, command, config_file, photos, make_config, data_files, tmp_path
+):
+    process = command("build", config_file, "build.processes=2")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "29 kept (train 24, val 5), 0 rejected" in output
+    assert "Traceback" not in errors
+    assert "locked" not in errors
+    run_plain(make_config(photos, tmp_path / "plain", build={"records_per_shard": 2}))
+    assert data_files(tmp_path / "out") == data_files(tmp_path / "plain")
+
+    runs = ask(api, "/flow_runs/filter", {})
+    assert [run["state_type"] for run in runs] == ["COMPLETED"]
+    num_shards = len(list((tmp_path / "out").glob("*.tar")))
+    assert num_shards == 15
+    assert ask(api, "/task_runs/count", {}) <= num_shards + 2  # written by the server in its own time
+
+
+def test_a_failed_build_is_one_paragraph_and_a_failed_run(api, command, config_file, photos):
+    failed = {"flow_runs": {"state": {"type": {"any_": ["FAILED", "CRASHED"]}}}}
+    before = ask(api, "/flow_runs/count", failed)
+    process = command("build", config_file, "filters.min_side_px=1000")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "29 of 29 records were rejected (too_small 29)" in errors
+    assert "Traceback" not in errors
+    assert ask(api, "/flow_runs/count", failed) == before + 1
+
+
+def test_wrong_input_never_reaches_prefect(api, command, config_file):
+    before = ask(api, "/flow_runs/count", {})
+    process = command("build", config_file, "source=/nowhere")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "/nowhere: does not exist" in errors
+    assert ask(api, "/flow_runs/count", {}) == before
+
+
+def test_the_flows_parameters_are_the_fields_of_the_config(api):
+    from pipelines.flows import build_shards
+
+    assert inspect.signature(build_shards.fn).parameters.keys() == BuildConfig.model_fields.keys()
+    assert build_shards.name == "build-shards"
+
+
+def test_the_embedded_api_ends_with_its_process(command, config_file, monkeypatch, tmp_path):
+    """Killed in the middle, a build leaves no server behind that would hold the database against the next."""
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    process = command("build", config_file)
+    log = tmp_path / "home" / "embedded-api.log"
+    while not log.exists():
+        assert process.poll() is None
+    holders = []
+    while not holders:
+        holders = _holding(log, process.pid)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while _holding(log, process.pid):
+        assert time.monotonic() < deadline, "the embedded API outlives its build"
+        time.sleep(0.1)
+
+
+def _holding(path, parent):
+    """Other processes that have the file open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            names = [str(descriptor.readlink()) for descriptor in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        if str(path) in names and int(process.name) != parent:
+            found.append(int(process.name))
+    return found
