@@ -34,8 +34,9 @@ class TinyModel(nn.Module):
 
     def logits(self, ids: Tensor, pixels: Tensor) -> Tensor:
         hidden = self.embedding(ids) + self.picture(pixels)[:, None]
-        counts = torch.arange(1, ids.shape[1] + 1)[:, None]
-        return self.head(self.norm(hidden + self.mix(self.dropout(hidden).cumsum(1) / counts)))
+        before = torch.ones(ids.shape[1], ids.shape[1], device=ids.device).tril()
+        means = before / before.sum(1, keepdim=True) @ self.dropout(hidden)
+        return self.head(self.norm(hidden + self.mix(means)))
 
     def forward(self, batch: Batch) -> Tensor:
         return summed_cross_entropy(self.logits(batch.inputs["input_ids"], batch.inputs["pixels"]), batch.labels)
@@ -71,8 +72,9 @@ class TinyFamily:
 
     def generate(self, images: Sequence, max_new_tokens: int) -> list[str]:
         with torch.no_grad():
-            pixels = thumbnails([Row(0, 0, "", image, ("",)) for image in images])
-            ids = torch.full((len(images), 1), END)
+            device = self.module.head.weight.device
+            pixels = thumbnails([Row(0, 0, "", image, ("",)) for image in images]).to(device)
+            ids = torch.full((len(images), 1), END, device=device)
             for _ in range(max_new_tokens):
                 ids = torch.cat([ids, self.module.logits(ids, pixels)[:, -1:].argmax(-1)], dim=1)
         return [bytes(b for b in row if b < END).decode(errors="replace") or "nothing" for row in ids.tolist()]
