@@ -75,7 +75,7 @@ def open_run(run_dir: Path) -> Trained:
         raise RunError(
             f"{run_dir}: has no whole checkpoint{why}; train first, or give another run folder", path=run_dir
         )
-    config = load_settings(Config, path / checkpoint.CONFIG)
+    config = load_settings(Config, path / checkpoint.CONFIG).moved_to(run_dir)
     state, _ = checkpoint.read_position(path)
     reader = SplitReader(config.data.shards, config.data.split)
     saved = state.segments[-1].manifest_id
@@ -127,12 +127,15 @@ def read_keys(run: Trained, keys: Sequence[str]) -> tuple[Counter[int], list[str
     times: Counter[int] = Counter()
     findings: list[str] = []
     logged: dict[int, str] = {}
+    masked = {entry.n for entry in run.state.masked}
     for path in sorted(run.config.run.dir.glob("keys-rank*.jsonl")):
         for line in read_lines(path):
             if line["samples_consumed"] > run.state.samples_consumed:
                 continue  # after the checkpoint: not part of what is audited
             times.update(line["n"])
             logged.update(zip(line["n"], line["keys"], strict=True))
+    for n in sorted(n for n in logged if n in masked or not 0 <= n < run.state.samples_consumed):
+        findings.append(f"position {n}: trained on {logged[n]}, the checkpoint says that it was not trained")
     for segment, first, end in spans(run.state):
         order = Order(run.reader.shard_sizes, segment.order_settings)
         ns = np.array(sorted(n for n in logged if first <= n < end), dtype=np.int64)
@@ -193,11 +196,14 @@ def batch_of_step(run: Trained, step: int) -> list[tuple[Slot, str]]:
     if step < 1:
         raise RunError(f"step {step}: steps count from 1")
     n = _position_before(run, step)
-    segment = next(s for s in reversed(run.state.segments) if s.first_n <= n)
+    number = max(i for i, s in enumerate(run.state.segments) if s.first_n <= n)
+    segment, following = run.state.segments[number], run.state.segments[number + 1 :]
     order = Order(run.reader.shard_sizes, segment.order_settings)
     _, end = resume.run_length(run.config, run.state.segments, order)
     if n >= end:
         raise RunError(f"step {step}: the run ends at position {end}, the step would begin at {n}")
+    if following:
+        end = following[0].first_n
     slots = Stream(order, segment.global_batch, end).step(n)
     return [(slot, run.reader.key(slot.index)) for slot in slots if not slot.surplus]
 

@@ -1,4 +1,4 @@
-"""Save, restore, list and prune. The old checkpoint goes only after the new one is whole and read back.
+"""Save, check, list and prune checkpoints. The old one goes only after the new one is whole and read back.
 
     checkpoints/step-00000010/
         model.safetensors      trainable weights by parameter name
@@ -9,7 +9,7 @@
         config.yaml            resolved config
         files.json             sizes and sha256 of the files above, written last
 
-Only tensors and JSON: loading never unpickles.
+Only tensors and JSON: loading never unpickles. Torch is imported only to save.
 """
 
 import hashlib
@@ -17,22 +17,24 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
-
-from shards.atomic import ASIDE, publish, sync_folder
+from shards.atomic import ASIDE, aside, publish, sync_folder
 from xctrain.errors import CheckpointError
 from xctrain.state import TrainState
+
+if TYPE_CHECKING:
+    import torch
 
 FILES = "files.json"
 POSITION = "position.json"
 CONFIG = "config.yaml"
+RNG = "rng.json"
+SCALER = "scaler.json"
+_REQUIRED = {"model.safetensors", "optimizer.safetensors", "optimizer.json", RNG, SCALER, POSITION, CONFIG}
 _SPARE_BYTES = 64 * 2**20  # disk space left free beside a checkpoint, for logs
 
 
@@ -41,8 +43,8 @@ class Content:
     """Everything a checkpoint is made of, gathered on rank 0."""
 
     state: TrainState
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    module: "torch.nn.Module"
+    optimizer: "torch.optim.Optimizer"
     scaler: Mapping[str, Any]
     rng: Sequence[Mapping[str, Any]]  # one entry a rank, from rng.capture
     config_yaml: str
@@ -63,19 +65,22 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a folder, whole or not, newest first, in numeric order."""
-        names = (p.name.removeprefix("step-") for p in self.folder.glob("step-*") if p.is_dir())
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+        return _steps_of(self.folder.glob("step-*"))
 
     def newest_valid(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that is whole, and why newer ones were passed over."""
         passed_over = []
-        for step in self.steps():
-            try:
-                check(self.path(step))
-            except CheckpointError as error:
-                passed_over.append(f"passed over {error}")
-            else:
-                return self.path(step), passed_over
+        written_aside = _steps_of(self.folder.glob(aside(self.folder / "step-*").name))
+        for step in sorted({*self.steps(), *written_aside}, reverse=True):
+            # A kill while an older state of the same step gave way leaves the new one whole, but not yet renamed.
+            for path in (self.path(step), aside(self.path(step))):
+                try:
+                    check(path)
+                except CheckpointError as error:
+                    if path.exists():
+                        passed_over.append(f"passed over {error}")
+                else:
+                    return path, passed_over
         return None, passed_over
 
     def save(self, content: Content) -> Path:
@@ -87,15 +92,13 @@ class Checkpoints:
         """
         path = self.path(content.state.step)
         _require_finite_weights(content, path)
-        self._require_space(content, path)
-        temporary = path.with_name(f".{path.name}{ASIDE}")
+        temporary = aside(path)
         try:
+            self._require_space(content, path)
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            temporary.mkdir()
             _write(temporary, content)
-            if path.exists():  # damaged, or of a state that this one replaces
-                shutil.rmtree(path)
-            publish(temporary, path)
+            check(temporary)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -104,17 +107,29 @@ class Checkpoints:
                 path=path,
                 step=content.state.step,
             ) from error
-        check(path)
+        if path.exists():  # damaged, or of the same step before batches that were skipped
+            shutil.rmtree(path)
+        publish(temporary, path)
         self._prune(content.state.step)
         return path
+
+    def go_back(self, step: int) -> None:
+        """Put checkpoints above ``step`` out of sight: of a past that was gone back on. The next save removes them."""
+        for later in self.steps():
+            if later > step:
+                past = self.folder / f".step-{later:08d}.past{ASIDE}"
+                shutil.rmtree(past, ignore_errors=True)
+                self.path(later).rename(past)
 
     def _newest_text(self) -> str:
         newest, _ = self.newest_valid()
         return f"the newest whole checkpoint is {newest.name}" if newest else "there is no older checkpoint"
 
     def _require_space(self, content: Content, path: Path) -> None:
+        from xctrain import tensors
+
         self.folder.mkdir(parents=True, exist_ok=True)
-        needed = _SPARE_BYTES + sum(t.numel() * t.element_size() for t in _tensors(content))
+        needed = _SPARE_BYTES + tensors.num_bytes(content.module, content.optimizer)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
@@ -134,18 +149,15 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
 
-def _tensors(content: Content) -> list[torch.Tensor]:
-    slots = [value for state in content.optimizer.state.values() for value in state.values()]
-    return [*_trainable(content.module).values(), *(s for s in slots if isinstance(s, torch.Tensor))]
-
-
-def _trainable(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+def _steps_of(paths: Iterable[Path]) -> list[int]:
+    names = (path.name.removeprefix(".").removeprefix("step-").removesuffix(ASIDE) for path in paths if path.is_dir())
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
 def _require_finite_weights(content: Content, path: Path) -> None:
-    bad = [name for name, weight in _trainable(content.module).items() if not torch.isfinite(weight).all()]
-    if bad:
+    from xctrain import tensors
+
+    if bad := tensors.not_finite(content.module):
         raise CheckpointError(
             f"{path}: not saved: {len(bad)} weights hold values that are not finite, first {bad[0]}; "
             "go on from the newest checkpoint with a lower optim.lr",
@@ -155,13 +167,11 @@ def _require_finite_weights(content: Content, path: Path) -> None:
 
 
 def _write(folder: Path, content: Content) -> None:
-    weights = {name: weight.cpu().contiguous() for name, weight in _trainable(content.module).items()}
-    save_file(weights, folder / "model.safetensors")
-    tensors, rest = _optimizer_to_files(content.module, content.optimizer)
-    save_file(tensors, folder / "optimizer.safetensors")
-    _write_json(folder / "optimizer.json", rest)
-    _write_json(folder / "rng.json", {"ranks": list(content.rng)})
-    _write_json(folder / "scaler.json", dict(content.scaler))
+    from xctrain import tensors
+
+    tensors.write(folder, content.module, content.optimizer)
+    _write_json(folder / RNG, {"ranks": list(content.rng)})
+    _write_json(folder / SCALER, dict(content.scaler))
     _write_json(folder / POSITION, _position(content))
     (folder / CONFIG).write_text(content.config_yaml, encoding="utf-8")
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
@@ -207,27 +217,33 @@ def check(path: Path) -> None:
         CheckpointError: what is missing or differs.
     """
     try:
-        files = json.loads((path / FILES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = json.loads((path / FILES).read_text(encoding="utf-8"))
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in values.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{path}: {FILES} is missing or damaged, so the save did not end", path=path) from None
-    for name, expected in files.items():
+    if unlisted := sorted(_REQUIRED - files.keys()):
+        raise CheckpointError(f"{path}: {FILES} does not list {unlisted[0]}", path=path)
+    for name, (num_bytes, sha256) in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path}: {name} is missing", path=path)
-        if file.stat().st_size != expected["bytes"]:
+        if file.stat().st_size != num_bytes:
             raise CheckpointError(
-                f"{path}: {name} has {file.stat().st_size} bytes, {FILES} says {expected['bytes']}", path=path
+                f"{path}: {name} has {file.stat().st_size} bytes, {FILES} says {num_bytes}", path=path
             )
-        found = _sha256(file)
-        if found != expected["sha256"]:
+        try:
+            found = _sha256(file)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {name} cannot be read: {error.strerror}", path=path) from None
+        if found != sha256:
             raise CheckpointError(
-                f"{path}: {name} has sha256 {found[:12]}..., {FILES} says {expected['sha256'][:12]}...", path=path
+                f"{path}: {name} has sha256 {found[:12]}..., {FILES} says {str(sha256)[:12]}...", path=path
             )
 
 
 def read_position(path: Path) -> tuple[TrainState, dict[str, Any]]:
     """The state in a checkpoint, and all of position.json."""
-    values = json.loads((path / POSITION).read_text(encoding="utf-8"))
+    values = read_json(path, POSITION)
     return TrainState.from_json(values), values
 
 
@@ -236,74 +252,3 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     values = json.loads((path / name).read_text(encoding="utf-8"))
     assert isinstance(values, dict)
     return values
-
-
-def load_weights(path: Path, module: nn.Module, *, every_trainable: bool) -> None:
-    """Put a checkpoint's weights into ``module``; ``every_trainable``: to go on training, so none may be left as it was.
-
-    Raises:
-        CheckpointError: names or shapes differ from the module's.
-    """
-    saved = load_file(path / "model.safetensors")
-    parameters = dict(module.named_parameters())
-    expected = {name for name, p in parameters.items() if p.requires_grad} if every_trainable else saved.keys()
-    if odd := sorted((saved.keys() ^ expected) | (saved.keys() - parameters.keys())):
-        raise CheckpointError(
-            f"{path}: holds {len(saved)} trainable weights, the model has {len(expected)}; {len(odd)} names are on "
-            f"one side only, first {odd[0]}; use the model.path and model.freeze that the run began with",
-            path=path,
-        )
-    with torch.no_grad():
-        for name, weight in saved.items():
-            if parameters[name].shape != weight.shape:
-                raise CheckpointError(
-                    f"{path}: {name} is {tuple(weight.shape)}, the model has {tuple(parameters[name].shape)}; "
-                    "use the model that the run began with",
-                    path=path,
-                )
-            parameters[name].copy_(weight)
-
-
-def _names(module: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in module.named_parameters()}
-
-
-def _optimizer_to_files(
-    module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """State by parameter name, since positions in a list mean nothing once a parameter is frozen or added."""
-    names = _names(module)
-    tensors: dict[str, torch.Tensor] = {}
-    rest: dict[str, Any] = {"state": {}, "groups": []}
-    for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key != "params"}
-        rest["groups"].append({**values, "params": [names[id(p)] for p in group["params"]]})
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            for slot, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{slot}:{name}"] = value.detach().cpu().contiguous()
-                else:
-                    rest["state"].setdefault(name, {})[slot] = value
-    return tensors, rest
-
-
-def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's optimizer state into ``optimizer``, which holds parameters of ``module``."""
-    tensors = load_file(path / "optimizer.safetensors")
-    rest = read_json(path, "optimizer.json")
-    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["state"].items()}
-    for key, tensor in tensors.items():
-        slot, _, name = key.partition(":")
-        state.setdefault(name, {})[slot] = tensor
-    names = _names(module)
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    if unknown := sorted(state.keys() - set(order)):
-        raise CheckpointError(
-            f"{path}: optimizer state for {unknown[0]}, which does not train here; "
-            "use the model.freeze that the run began with",
-            path=path,
-        )
-    values = optimizer.state_dict()
-    values["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
-    optimizer.load_state_dict(values)

@@ -168,6 +168,10 @@ class Config(_Section):
 
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
+    def moved_to(self, run_dir: Path) -> "Config":
+        """The same job in another run folder: a folder can have been moved since its config was written."""
+        return self.model_copy(update={"run": self.run.model_copy(update={"dir": run_dir})})
+
 
 def trajectory_fields(config: Config) -> dict[str, Any]:
     """``{"section.field": value}`` of every field that must match on resume."""

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -61,8 +62,8 @@ class SlotRows(Dataset[Row]):
             sample = self._read(slot.index)
             image = _blank(sample.meta["width"], sample.meta["height"]) if self.blank else sample.open_image()
         except DamagedSampleError as error:
-            meta = self.reader.meta(slot.index)
-            return Row(slot.n, slot.epoch, meta.key, _blank(meta.width, meta.height), ("",), f"{DAMAGED}: {error}")
+            key = error.key or f"sample-{slot.index}"  # without one where the list of samples itself is damaged
+            return Row(slot.n, slot.epoch, key, _blank(), ("",), masked=f"{DAMAGED}: {error}")
         captions = choose_captions(sample.captions, self.choice, seed=self.seed, epoch=slot.epoch, key=sample.key)
         return Row(slot.n, slot.epoch, sample.key, image, captions)
 
@@ -108,15 +109,16 @@ class MicroBatchSampler(Sampler[list[Slot]]):
             n += self.stream.global_batch
 
 
-class _Collate:
-    """Collates in a worker. An error for the user crosses the process border as a value, not as a traceback."""
+class _MicroBatches(Dataset["Batch | UserError"]):
+    """Slots as one micro-batch. An error for the user crosses the process border as a value, not as a traceback."""
 
-    def __init__(self, collator: Callable[[Sequence[Row]], Batch]) -> None:
+    def __init__(self, rows: SlotRows, collator: Callable[[Sequence[Row]], Batch]) -> None:
+        self.rows = rows
         self.collator = collator
 
-    def __call__(self, rows: Sequence[Row]) -> Batch | UserError:
+    def __getitem__(self, slots: list[Slot]) -> Batch | UserError:
         try:
-            return self.collator(rows)
+            return self.collator([self.rows[slot] for slot in slots])
         except UserError as error:
             return error
 
@@ -141,9 +143,9 @@ class Loader:
         if self.num_workers:
             workers = {"prefetch_factor": self.prefetch, "worker_init_fn": become_worker, "timeout": self.timeout_s}
         return DataLoader(
-            self.rows,
-            batch_sampler=MicroBatchSampler(self.stream, start, self.rank, self.world_size, self.micro_batch),
-            collate_fn=_Collate(self.collator),
+            _MicroBatches(self.rows, self.collator),
+            sampler=MicroBatchSampler(self.stream, start, self.rank, self.world_size, self.micro_batch),
+            batch_size=None,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # a private one: iterating draws from it, and the global one must not move
@@ -162,17 +164,30 @@ class Loader:
             UserError: what a worker met.
         """
         per_step = self.stream.global_batch // (self.world_size * self.micro_batch)
-        micro_batches: list[Batch] = []
-        since = time.perf_counter()
-        for batch in self.micro_batches(start):
-            if isinstance(batch, UserError):
-                raise batch
-            micro_batches.append(batch)
-            if len(micro_batches) == per_step:
-                waited = time.perf_counter() - since
-                yield micro_batches, waited
-                micro_batches = []
-                since = time.perf_counter()
+        batches = iter(self.micro_batches(start))
+        for n in count(start, self.stream.global_batch):
+            if self.stream.end is not None and n >= self.stream.end:
+                return
+            since = time.perf_counter()
+            micro_batches = [self._next(batches, n, number) for number in range(per_step)]
+            yield micro_batches, time.perf_counter() - since
+
+    def _next(self, batches: "Iterator[Batch | UserError]", n: int, number: int) -> Batch:
+        try:
+            batch = next(batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader "):  # torch's own: a worker that stalls, or was killed
+                raise
+            slots = self.stream.micro_batches(n, self.rank, self.world_size, self.micro_batch)[number]
+            places = [(shard.name, inside) for shard, inside in (self.rows.reader.locate(s.index) for s in slots)]
+            raise UserError(
+                f"{', '.join(f'{shard} sample {inside}' for shard, inside in places)}: {error}; see that the disk answers "
+                "and memory is left, then start again to go on",
+                path=places[0][0],
+            ) from None
+        if isinstance(batch, UserError):
+            raise batch
+        return batch
 
 
 def num_workers(setting: int | Literal["auto"], local_world_size: int, num_cpus: int | None = None) -> int:

@@ -72,5 +72,5 @@ def _cut_file(path: Path, samples_consumed: int) -> None:
 def _stands(line: bytes, samples_consumed: int) -> bool:
     try:
         return bool(json.loads(line)["samples_consumed"] <= samples_consumed) and line.endswith(b"\n")
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return False

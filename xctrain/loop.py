@@ -1,77 +1,26 @@
 """The training loop: one step is one global batch, one update or a stated reason and no update."""
 
-import json
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from shards.hashing import slot_digest, text64
 from xctrain import rng
-from xctrain.checkpoint import Checkpoints, Content
+from xctrain.badbatch import refuse, require_usable, skip_batch
+from xctrain.checkpoint import Content
 from xctrain.collate import Batch
-from xctrain.config import Config
-from xctrain.errors import NotFiniteError, TrainError
-from xctrain.loader import DAMAGED, SURPLUS, Loader
-from xctrain.log import JsonLines
+from xctrain.errors import TrainError
+from xctrain.loader import SURPLUS
 from xctrain.optim import learning_rate, set_learning_rate
-from xctrain.ranks import Ranks
+from xctrain.run import Consumed, Run, StepMetrics
 from xctrain.state import Masked, TrainState, due
 
 _MAX_OVERFLOWS = 20  # halvings of the fp16 loss scale on one batch before it counts as not finite
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run on one rank, without methods."""
-
-    config: Config
-    ranks: Ranks
-    model: nn.Module  # maps Batch to summed loss; wrapped for data-parallel training
-    module: nn.Module  # the same, unwrapped
-    optimizer: Any  # Accelerate's wrapper
-    trainable: tuple[nn.Parameter, ...]
-    loader: Loader
-    num_steps: int
-    end: int  # positions in the whole run
-    checkpoints: Checkpoints
-    log: JsonLines | None  # on rank 0
-    keys: JsonLines | None  # on every rank, with train.log_keys
-    world: dict[str, Any]
-    model_id: str
-    stop_asked: Callable[[], bool]
-    evaluate: Callable[[TrainState], None] | None
-    show: Callable[[TrainState, "StepMetrics"], None]
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one step gave. The same on every rank."""
-
-    loss: float  # mean over the target tokens of the global batch
-    grad_norm: float
-    lr: float
-    num_targets: int
-    stop: bool  # some rank was asked to stop
-    overflows: int = 0  # times the batch ran again at a lower fp16 scale
-
-
-@dataclass(frozen=True)
-class Consumed:
-    """What a global batch held, over all ranks."""
-
-    num_targets: int
-    digest: int  # sum of slot_digest over the slots with loss
-    samples: int  # slots without the surplus ones
-    masked: tuple[Masked, ...]
 
 
 def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
@@ -82,7 +31,8 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     saved = state.samples_consumed
     began = time.perf_counter()
     for micro_batches, data_wait_s in run.loader.global_batches(start=state.samples_consumed):
-        consumed = count_over_ranks(run, state, micro_batches)
+        consumed = count_over_ranks(run, micro_batches)
+        require_usable(run, state, consumed)
         metrics = train_step(run, state, micro_batches, consumed)
         if metrics is None:
             state = skip_batch(run, state, micro_batches, consumed)
@@ -121,6 +71,8 @@ def train_step(run: Run, state: TrainState, micro_batches: Sequence[Batch], cons
         run.optimizer.zero_grad()
     if not np.isfinite(loss) or not np.isfinite(grad_norm):  # the same verdict on every rank: both are sums over ranks
         run.optimizer.zero_grad()
+        if accelerator.scaler is not None:
+            accelerator.scaler.update(accelerator.scaler.get_scale())  # keep the scale, forget that it was divided out
         refuse(run, state, micro_batches, losses, loss, grad_norm)
         return None
     run.optimizer.step()
@@ -141,12 +93,8 @@ def backward(run: Run, micro_batches: Sequence[Batch], num_targets: int) -> list
     return [float(part) for part in losses]
 
 
-def count_over_ranks(run: Run, state: TrainState, micro_batches: Sequence[Batch]) -> Consumed:
-    """Targets, digest and masked slots of the global batch.
-
-    Raises:
-        TrainError: no slot has a target, or more samples are damaged than data.max_damaged allows.
-    """
+def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
+    """Targets, digest and masked slots of the global batch."""
     slots = [
         (n, key, reason) for b in micro_batches for n, key, reason in zip(b.positions, b.keys, b.masked, strict=True)
     ]
@@ -159,96 +107,7 @@ def count_over_ranks(run: Run, state: TrainState, micro_batches: Sequence[Batch]
         [targets, digest % 2**32, digest >> 32, surplus, len(own)]
     )
     masked = tuple(sorted(run.ranks.gather(own), key=lambda m: m.n)) if num_masked else ()
-    step = state.step + 1
-    if masked:
-        require_few_damaged(run, state, masked)
-    if not num_targets:
-        raise TrainError(
-            f"step {step}: none of the {run.config.train.global_batch} samples has a target token "
-            f"({num_masked} masked); look at it with `python -m xctrain batch {run.config.run.dir} --step {step}`",
-            step=step,
-            on_every_rank=True,
-        )
     return Consumed(num_targets, (low + (high << 32)) % 2**64, run.config.train.global_batch - num_surplus, masked)
-
-
-def require_few_damaged(run: Run, state: TrainState, masked: Sequence[Masked]) -> None:
-    """Log damaged samples, and stop the run when there are more than ``data.max_damaged``."""
-    if run.log:
-        for entry in masked:
-            run.log.write(event="masked", step=state.step, samples_consumed=entry.n, key=entry.key, reason=entry.reason)
-    damaged = [m for m in (*state.masked, *masked) if m.reason.startswith(DAMAGED)]
-    limit = run.config.data.max_damaged
-    if len(damaged) > limit:
-        raise TrainError(
-            f"{run.config.data.shards}: {len(damaged)} samples are damaged, data.max_damaged is {limit}; the last is "
-            f"{damaged[-1].key} ({damaged[-1].reason}); find them all with `python -m shards verify "
-            f"{run.config.data.shards}` and build again",
-            key=damaged[-1].key,
-            on_every_rank=True,
-        )
-
-
-def refuse(
-    run: Run, state: TrainState, micro_batches: Sequence[Batch], losses: Sequence[float], loss: float, grad_norm: float
-) -> None:
-    """Dump a batch that is not finite, then raise unless the policy is to skip it."""
-    step = state.step + 1
-    folder = run.config.run.dir / "not-finite" / f"step-{step:08d}-n{state.samples_consumed}"
-    dump(folder, run.ranks.rank, micro_batches, losses)
-    found = run.ranks.gather(
-        [key for b, part in zip(micro_batches, losses, strict=True) if part != part for key in b.keys]
-    )
-    where = f"first of its micro-batch: {found[0]}" if found else "every micro-batch alone is finite"
-    text = (
-        f"step {step}: loss is {loss}, gradient norm is {grad_norm}; nothing was updated; {where}; the batch is in "
-        f"{folder}, look at it with `python -m xctrain batch {run.config.run.dir} --step {step}`"
-    )
-    policy = run.config.train
-    if policy.on_not_finite == "raise":
-        raise NotFiniteError(
-            f"{text}; lower optim.lr, or go on past it with train.on_not_finite=skip", step=step, on_every_rank=True
-        )
-    if state.skips_in_a_row + 1 > policy.max_skips:
-        raise NotFiniteError(
-            f"{text}; {state.skips_in_a_row} batches in a row were skipped, train.max_skips is {policy.max_skips}",
-            step=step,
-            on_every_rank=True,
-        )
-
-
-def dump(folder: Path, rank: int, micro_batches: Sequence[Batch], losses: Sequence[float]) -> None:
-    """Write this rank's micro-batches with their losses, so that a bad one can be run again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{i}.{name}": t.contiguous() for i, b in enumerate(micro_batches) for name, t in b.inputs.items()}
-    tensors |= {f"{i}.labels": b.labels for i, b in enumerate(micro_batches)}
-    save_file(tensors, folder / f"rank{rank}.safetensors")
-    rows = [
-        {"micro": i, "loss": repr(part), "n": b.positions, "keys": b.keys, "num_targets": b.num_targets}
-        for i, (b, part) in enumerate(zip(micro_batches, losses, strict=True))
-    ]
-    (folder / f"rank{rank}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-
-
-def skip_batch(run: Run, state: TrainState, micro_batches: Sequence[Batch], consumed: Consumed) -> TrainState:
-    """The state behind a batch that made no update: n moves on, step does not, its slots count as masked."""
-    trained = [
-        Masked(n, key, "not_finite")
-        for b in micro_batches
-        for n, key, reason in zip(b.positions, b.keys, b.masked, strict=True)
-        if not reason
-    ]
-    masked = sorted((*run.ranks.gather(trained), *consumed.masked), key=lambda m: m.n)
-    state = state.skip(consumed.samples, masked)
-    if run.log:
-        run.log.write(
-            event="skip",
-            step=state.step,
-            samples_consumed=state.samples_consumed,
-            reason="not_finite",
-            keys=[m.key for m in masked],
-        )
-    return state
 
 
 def log_step(
@@ -261,24 +120,26 @@ def log_step(
     samples: int,
 ) -> None:
     """One line of metrics on rank 0, and of trained keys on every rank that logs them."""
+    num_samples = state.segments[-1].num_samples
     if run.keys:
         for i, batch in enumerate(micro_batches):
-            slots = [s for s in zip(batch.positions, batch.keys, batch.masked, strict=True) if not s[2]]
-            if slots:
+            slots = [(n, k) for n, k, why in zip(batch.positions, batch.keys, batch.masked, strict=True) if not why]
+            for epoch in sorted({n // num_samples for n, _ in slots}):  # two where a micro-batch straddles the seam
+                inside = [(n, key) for n, key in slots if n // num_samples == epoch]
                 run.keys.write(
                     step=state.step,
                     samples_consumed=state.samples_consumed,
                     micro=i,
-                    epoch=slots[0][0] // state.segments[-1].num_samples,
-                    n=[n for n, _, _ in slots],
-                    keys=[key for _, key, _ in slots],
+                    epoch=epoch,
+                    n=[n for n, _ in inside],
+                    keys=[key for _, key in inside],
                 )
     if run.log:
         run.log.write(
             event="step",
             step=state.step,
             samples_consumed=state.samples_consumed,
-            epoch=state.samples_consumed / state.segments[-1].num_samples,
+            epoch=state.samples_consumed / num_samples,
             loss=metrics.loss,
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
@@ -317,7 +178,7 @@ def save(run: Run, state: TrainState) -> int:
         began = time.perf_counter()
         try:
             path = run.checkpoints.save(_content(run, state, generators))
-        except TrainError as error:
+        except (TrainError, OSError) as error:
             failure = str(error)
         else:
             assert run.log

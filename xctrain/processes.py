@@ -1,6 +1,7 @@
 """Signals, and processes that do not outlive the one that started them."""
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
@@ -12,14 +13,19 @@ _SAME_SIGNAL_S = 1.0  # a terminal and a launcher may both deliver one Ctrl-C
 EXIT_STOPPED = 75  # stopped by a signal after saving: start again to go on
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent is gone, however that happens."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent, process ``parent``, is gone, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before we asked
+        os._exit(1)
 
 
 def become_worker(_worker: int = 0) -> None:
     """Set up a loader worker: it dies with its trainer, and leaves Ctrl-C to it."""
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    die_with_parent(parent.pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -2,18 +2,21 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
 
+from shards.errors import UserError
 from xctrain.config import Config
-from xctrain.errors import ConfigError
+from xctrain.errors import ConfigError, TrainError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,23 @@ class Ranks:
         """Rank 0's value on every rank."""
         return broadcast_object_list([value])[0] if self.world_size > 1 else value
 
+    def agree(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, done on every rank; what fails on one of them is raised on all.
+
+        Raises:
+            TrainError: with the text and exit code of the first rank that failed.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except UserError as error:
+            failure = (str(error), error.exit_code)
+        if failures := [f for f in self.gather([failure]) if f]:
+            shared = TrainError(failures[0][0], on_every_rank=True)
+            shared.exit_code = failures[0][1]
+            raise shared
+        return cast(T, result)
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.accelerator.wait_for_everyone()
@@ -61,6 +81,13 @@ class Ranks:
         """Leave the process group; without this gloo can abort at exit after a success."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """How a collective noticed that another rank is gone or does not answer; None for any other error."""
+    if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        return None
+    return str(error).splitlines()[0].partition("] ")[2].partition(". ")[0] or type(error).__name__
 
 
 def join(config: Config) -> Ranks:

@@ -88,7 +88,7 @@ def accept_changes(config: Config, path: Path, state: TrainState, manifest_id: s
         ResumeError: a field differs and was not accepted, or cannot be.
     """
     names = trajectory_fields(config)
-    asked = {name.strip() for name in config.train.resume_with.split(",") if name.strip()}
+    asked = _accepted(config)
     if unknown := sorted(asked - names.keys() - {MODEL}):
         raise ConfigError(
             f"train.resume_with: {unknown[0]} is not a field that must match; those are {', '.join(names)}"
@@ -114,6 +114,10 @@ def accept_changes(config: Config, path: Path, state: TrainState, manifest_id: s
     return {name: f"{name} was {saved}, is {now}" for name, (saved, now) in changes.items()}
 
 
+def _accepted(config: Config) -> set[str]:
+    return {name.strip() for name in config.train.resume_with.split(",") if name.strip()}
+
+
 def differences(config: Config, path: Path, state: TrainState, manifest_id: str) -> dict[str, tuple[Any, Any]]:
     """Fields that must match and do not: what the checkpoint has, what the config has."""
     saved = read_yaml(path / checkpoint.CONFIG)
@@ -135,7 +139,7 @@ def require_model(config: Config, point: ResumePoint, model_id: str) -> None:
         ResumeError: it is another, and that was not accepted.
     """
     saved = point.position.get("model_id")
-    if saved != model_id and MODEL not in config.train.resume_with.split(","):
+    if saved != model_id and MODEL not in _accepted(config):
         raise ResumeError(
             f"{point.path.name}: saved with the base model {saved}, {config.model.path} is {model_id}; use that model, "
             f"accept the change with train.resume_with={MODEL}, or choose another run.dir",
@@ -144,7 +148,10 @@ def require_model(config: Config, point: ResumePoint, model_id: str) -> None:
 
 
 def next_segments(config: Config, state: TrainState, num_samples: int, manifest_id: str) -> tuple[Segment, ...]:
-    """The run's segments up to now: one more if this start changes the order or the global batch."""
+    """The run's segments up to now: one more if this start changes the order, the global batch or where batches begin.
+
+    The last batch of a run by epochs ends where the run ends; goes the run on after all, whole batches begin there.
+    """
     segment = Segment(
         first_n=state.samples_consumed,
         first_step=state.step,
@@ -162,7 +169,8 @@ def next_segments(config: Config, state: TrainState, num_samples: int, manifest_
         return (segment,)
     last = state.segments[-1]
     same = replace(segment, first_n=last.first_n, first_step=last.first_step, first_epoch=last.first_epoch)
-    return state.segments if same == last else (*state.segments, segment)
+    whole_batches = (state.samples_consumed - last.first_n) % last.global_batch == 0
+    return state.segments if same == last and whole_batches else (*state.segments, segment)
 
 
 def run_length(config: Config, segments: tuple[Segment, ...], order: Order) -> tuple[int, int]:

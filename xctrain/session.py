@@ -18,9 +18,9 @@ from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.start import Plan, lock, make_plan, open_model, start
 
 if TYPE_CHECKING:
-    from xctrain.loop import StepMetrics
     from xctrain.models import Family
     from xctrain.ranks import Ranks
+    from xctrain.run import StepMetrics
     from xctrain.state import TrainState
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -37,13 +37,12 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
     """
     stop = StopRequest()
     from xctrain.loop import train
-    from xctrain.ranks import join
+    from xctrain.ranks import join, lost_peer
 
     ranks = join(config)
     try:
-        held = lock(config) if ranks.is_main else None
-        plan = make_plan(config, ranks.world_size)
-        ranks.barrier()
+        held = ranks.agree(lambda: lock(config) if ranks.is_main else None)
+        plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
         family, model_id = open_model(config, ranks, plan)
         with Progress(ranks.is_main) as progress:
             run = start(config, ranks, plan, family, model_id, stop_asked=lambda: bool(stop), show=progress.show)
@@ -62,6 +61,13 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
         if error.on_every_rank and not ranks.is_main:
             _leave(error.exit_code)  # rank 0 prints it
         raise
+    except RuntimeError as error:
+        if (how := lost_peer(error)) is None:
+            raise
+        raise TrainError(
+            f"rank {ranks.rank}: lost another rank ({how}); what ended that one is said by itself or its launcher; "
+            "start again to go on from the newest checkpoint"
+        ) from error
     ranks.barrier()
     ranks.close()
     return _leave(EXIT_STOPPED if stopped else 0)
@@ -121,7 +127,9 @@ def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
         checkpoint.check(path)
     family = open_family(config)
     if path is not None:
-        checkpoint.load_weights(path, family.module, every_trainable=False)
+        from xctrain import tensors
+
+        tensors.load_weights(path, family.module, every_trainable=False)
     return family, path
 
 
@@ -156,8 +164,7 @@ def config_of(run_dir: Path) -> Config:
         raise RunError(
             f"{run_dir}: has no config.yaml, so it is not a run folder; give the run.dir of a run", path=run_dir
         )
-    config = load_settings(Config, run_dir / "config.yaml")
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
+    return load_settings(Config, run_dir / "config.yaml").moved_to(run_dir)
 
 
 def caption_images(run_dir: Path, paths: Sequence[Path], *, as_json: bool, out: Path | None) -> int:

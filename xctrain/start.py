@@ -21,16 +21,16 @@ from xctrain import resume
 from xctrain.config import Config
 from xctrain.errors import RunError
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
-from xctrain.state import Segment, TrainState
+from xctrain.state import TrainState
 
 if TYPE_CHECKING:
     from torch import nn
 
     from xctrain.collate import Batch
     from xctrain.loader import Loader
-    from xctrain.loop import Run, StepMetrics
     from xctrain.models import Family
     from xctrain.ranks import Ranks
+    from xctrain.run import Run, StepMetrics
 
 _LOCK = ".lock"
 _DRY_PASSES = 2  # backward passes after which DDP has packed its gradient buckets for good
@@ -68,12 +68,17 @@ def make_plan(config: Config, world_size: int) -> Plan:
     order = Order(reader.shard_sizes, segments[-1].order_settings)
     num_steps, end = resume.run_length(config, segments, order)
     stream = Stream(order, config.train.global_batch, end)
-    return Plan(reader, stream, num_steps, _with(state, segments, config), point, tuple(notes))
+    state = replace(state, segments=segments, keys_from=keys_from(config, state, point))
+    return Plan(reader, stream, num_steps, state, point, tuple(notes))
 
 
-def _with(state: TrainState, segments: tuple[Segment, ...], config: Config) -> TrainState:
-    keys_from = state.keys_from if state.keys_from is not None else state.samples_consumed
-    return replace(state, segments=segments, keys_from=keys_from if config.train.log_keys else None)
+def keys_from(config: Config, state: TrainState, point: resume.ResumePoint | None) -> int | None:
+    """Position from which every trained key is in this run's logs; None if they are not logged."""
+    if not config.train.log_keys:
+        return None
+    # Another run's checkpoint comes without its logs.
+    own = point is None or point.path.resolve().parent == resume.checkpoints_of(config).folder.resolve()
+    return state.keys_from if own and state.keys_from is not None else state.samples_consumed
 
 
 def require_whole(config: Config, splits: list[SplitReader]) -> None:
@@ -148,11 +153,12 @@ def start(
     """
     import torch
 
-    from xctrain import checkpoint
-    from xctrain.loop import Run
+    from xctrain import checkpoint, tensors
     from xctrain.optim import make_optimizer
+    from xctrain.run import Run
 
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:  # not called with False: it imports torch's compiler, which takes a second
+        torch.use_deterministic_algorithms(True)
     check_lengths(config, family, plan.reader)
     loader = make_loader(config, ranks, plan, family)
     module = family.module.to(ranks.accelerator.device)
@@ -160,11 +166,13 @@ def start(
     batch = loader.first_micro_batch(plan.state.samples_consumed).to(ranks.accelerator.device)
     model, optimizer = settle(ranks, module, batch, lambda: make_optimizer(module.parameters(), config.optim))
     if plan.point:
-        checkpoint.load_weights(plan.point.path, module, every_trainable=True)
-        checkpoint.load_optimizer(plan.point.path, module, optimizer.optimizer)
+        tensors.load_weights(plan.point.path, module, every_trainable=True)
+        tensors.load_optimizer(plan.point.path, module, optimizer.optimizer)
         if ranks.accelerator.scaler:
             ranks.accelerator.scaler.load_state_dict(checkpoint.read_json(plan.point.path, "scaler.json"))
     world = describe_world(config, ranks)
+    if ranks.is_main and plan.point:
+        say_differences(plan.point, world)
     log, keys = open_logs(config, ranks, plan, world)
     restore_generators(config, ranks, plan)
     assert plan.stream.end is not None
@@ -264,6 +272,14 @@ def describe_world(config: Config, ranks: "Ranks") -> dict[str, Any]:
     }
 
 
+def say_differences(point: resume.ResumePoint, world: dict[str, Any]) -> None:
+    """Say what may change the last bits of the numbers, though not the samples."""
+    saved = point.position["world"]
+    for name in ("world_size", "threads", "micro_batch", "device", "versions"):
+        if saved[name] != world[name]:
+            print(f"{point.path.name}: saved with {name} {saved[name]}, this start has {world[name]}", file=sys.stderr)
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
     names = ("torch", "accelerate", "transformers", "numpy", "Pillow", "xctrain")
@@ -278,7 +294,8 @@ def open_logs(
     log = None
     if ranks.is_main:
         previous = previous_end(folder, state)
-        cut_back(folder, state.samples_consumed)
+        cut_back(folder, state.samples_consumed if plan.point else -1)
+        resume.checkpoints_of(config).go_back(state.step if plan.point else -1)
         for path in (folder / "captions").glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > state.step:
                 path.unlink()

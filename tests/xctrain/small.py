@@ -1,0 +1,74 @@
+"""Training in this process: one rank, real parts, milliseconds a step."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import runs
+import torch
+from tiny import TinyFamily, TinyModel, open_tiny
+from torch import Tensor
+
+from shards.settings import load_settings
+from xctrain import audit
+from xctrain.collate import Batch
+from xctrain.config import Config
+from xctrain.loop import train
+from xctrain.ranks import Ranks, join
+from xctrain.session import OpenModel
+from xctrain.start import Plan, lock, make_plan, start
+from xctrain.state import TrainState
+
+
+def config_of(shards: Path, run: Path, **changes: Any) -> Config:
+    """The config of a small run; changes are written ``train__seed=3``."""
+    values = {"data__workers": 0, "train__num_steps": 10, "train__micro_batch": 4, **changes}
+    return load_settings(Config, None, runs.settings(shards, run, **values))
+
+
+def never() -> bool:
+    return False
+
+
+def train_here(
+    shards: Path, run: Path, open_model: OpenModel = open_tiny, stop_asked: Callable[[], bool] = never, **changes: Any
+) -> TrainState:
+    """Train until the end, or until the error that the caller expects; the last state."""
+    config = config_of(shards, run, **changes)
+    ranks = join(config)
+    with lock(config):
+        plan = make_plan(config, world_size=1)
+        family, model_id = open_model(config, ranks, plan)
+        parts = start(config, ranks, plan, family, model_id, stop_asked=stop_asked, show=lambda *_: None)
+        try:
+            state, _ = train(parts, plan.state)
+        finally:
+            for log in filter(None, (parts.log, parts.keys)):
+                log.close()
+    return state
+
+
+def audit_of(run: Path) -> audit.Audit:
+    return audit.audit(audit.open_run(run))
+
+
+class PoisonedModel(TinyModel):
+    """Its loss is not a number where a micro-batch holds a poisoned position."""
+
+    poison: Collection[int] = ()
+
+    def forward(self, batch: Batch) -> Tensor:
+        loss = super().forward(batch)
+        return loss * torch.nan if set(batch.positions) & set(self.poison) else loss
+
+
+def open_poisoned(*positions: int) -> OpenModel:
+    """In the place of ``open_tiny``: a model that some positions are poison to."""
+
+    def open_model(config: Config, _ranks: Ranks, _plan: Plan) -> tuple[TinyFamily, str]:
+        torch.manual_seed(config.train.seed)
+        model = PoisonedModel(dropout=0.2)
+        model.poison = positions
+        return TinyFamily(model), "tiny"
+
+    return open_model

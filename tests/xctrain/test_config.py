@@ -1,0 +1,74 @@
+"""What a config may say."""
+
+from pathlib import Path
+
+import pytest
+
+from shards.settings import load_settings
+from xctrain.config import Config, TrainConfig, trajectory_fields
+from xctrain.errors import ConfigError
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_settings(Config, None, overrides)
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+def test_unknown_key_names_the_nearest_known_one() -> None:
+    text = refused("train.num_steps=5", "optim.learning_rate=1", "train.sede=3")
+    assert "train.sede is not a setting; did you mean train.seed?" in text
+    assert "optim.learning_rate is not a setting" in text
+
+
+def test_unknown_section_names_the_nearest_known_one() -> None:
+    assert "trian is not a setting; did you mean train?" in refused("train.num_steps=5", "trian.seed=3")
+
+
+def test_both_lengths_are_refused() -> None:
+    text = refused("train.num_steps=5", "train.epochs=2")
+    assert "train.num_steps or train.epochs: both are set; give exactly one" in text
+
+
+def test_neither_length_is_refused() -> None:
+    text = refused("train.seed=5")
+    assert "train.num_steps or train.epochs: neither is set; give exactly one" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train.global_batch=0", "train.global_batch is 0, expected greater than 0"),
+        ("train.resume=3", "train.resume is 3, expected a valid string"),
+        ("optim.beta2=1", "optim.beta2 is 1, expected less than 1"),
+        ("data.captions=some", "data.captions is 'some', expected 'random', 'first' or 'all'"),
+    ],
+)
+def test_value_out_of_range_is_named_with_what_was_expected(override: str, text: str) -> None:
+    assert text in refused("train.num_steps=5", override)
+
+
+def test_hf_family_needs_a_path() -> None:
+    assert "model.path is empty" in refused("train.num_steps=5", "model.family=hf")
+
+
+def test_yaml_of_a_config_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    config = load_settings(Config, None, ["train.epochs=1.5", "optim.lr=3e-5", "model.freeze=[a.*]", "run.dir=/x/ü"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load_settings(Config, path) == config
+
+
+def test_what_is_free_on_resume_is_not_among_the_trajectory() -> None:
+    names = set(trajectory_fields(Config(train=TrainConfig(num_steps=1))))
+    free = {"train.micro_batch", "train.processes", "data.workers", "data.shards", "run.dir", "train.save_every"}
+    assert not names & (free | {"train.log_keys", "eval.every", "train.keep", "model.path"})
+    must_match = {"train.seed", "train.global_batch", "train.num_steps", "train.epochs", "order.window", "optim.lr"}
+    assert names >= must_match | {"data.split", "data.captions", "model.prompt", "train.precision", "model.freeze"}
+
+
+def test_every_setting_has_a_description() -> None:
+    for section in Config.model_fields.values():
+        for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
+            assert field.description, name

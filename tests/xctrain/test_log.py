@@ -1,0 +1,57 @@
+"""Logs that can be cut back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shards.errors import UserError
+from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
+
+
+def write(path: Path, *positions: int, tail: str = "") -> None:
+    path.write_text("".join(json.dumps({"samples_consumed": n}) + "\n" for n in positions) + tail)
+
+
+def positions(path: Path) -> list[int]:
+    return [line["samples_consumed"] for line in read_lines(path)]
+
+
+def test_written_line_is_whole_for_a_reader_at_once(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / METRICS)
+    log.write(event="step", text="größer")
+    assert list(read_lines(tmp_path / METRICS)) == [{"event": "step", "text": "größer"}]
+    log.close()
+
+
+def test_cut_back_keeps_what_the_checkpoint_counts_on_in_every_log(tmp_path: Path) -> None:
+    names = [METRICS, keys_name(0), keys_name(1), keys_name(11)]
+    for name in names:
+        write(tmp_path / name, 12, 24, 24, 36)
+    cut_back(tmp_path, 24)
+    assert [positions(tmp_path / name) for name in names] == [[12, 24, 24]] * 4
+
+
+@pytest.mark.parametrize("tail", ['{"samples_consumed": 12', '{"samples_consumed": 12}', "\x00\x00\n", "5\n", "{}\n"])
+def test_cut_back_drops_lines_that_are_torn_or_no_event(tmp_path: Path, tail: str) -> None:
+    write(tmp_path / METRICS, 12, tail=tail)
+    cut_back(tmp_path, 100)
+    assert (tmp_path / METRICS).read_text() == '{"samples_consumed": 12}\n'
+
+
+def test_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / METRICS, 12, 24, tail='{"samples_con')
+    assert positions(tmp_path / METRICS) == [12, 24]
+
+
+def test_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    path.write_text('{"samples_consumed": 1}\n{"samples\n{"samples_consumed": 2}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl: line 2 is not JSON; remove that line"):
+        positions(path)
+
+
+def test_absent_log_has_no_lines(tmp_path: Path) -> None:
+    assert positions(tmp_path / METRICS) == []
+    cut_back(tmp_path, 5)
+    assert not list(tmp_path.iterdir())

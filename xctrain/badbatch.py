@@ -1,0 +1,114 @@
+"""Batches that cannot be trained on: damaged samples, no target token, a loss or gradient that is not finite."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from xctrain.collate import Batch
+from xctrain.errors import NotFiniteError, TrainError
+from xctrain.loader import DAMAGED
+from xctrain.run import Consumed, Run
+from xctrain.state import Masked, TrainState
+from xctrain.tensors import save_tensors
+
+NOT_FINITE = "not_finite"  # reason of the slots of a skipped batch
+
+
+def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:
+    """Log the damaged samples of a global batch, and require that there are few of them and some target tokens.
+
+    Raises:
+        TrainError: on every rank: more than ``data.max_damaged`` in the whole run, or no slot has a target.
+    """
+    if run.log:
+        for entry in consumed.masked:
+            run.log.write(
+                event="masked",
+                step=state.step + 1,
+                samples_consumed=state.samples_consumed + consumed.samples,
+                n=entry.n,
+                key=entry.key,
+                reason=entry.reason,
+            )
+    damaged = [m for m in (*state.masked, *consumed.masked) if m.reason.startswith(DAMAGED)]
+    limit = run.config.data.max_damaged
+    if consumed.masked and len(damaged) > limit:
+        raise TrainError(
+            f"{run.config.data.shards}: {len(damaged)} samples are damaged, data.max_damaged is {limit}; the last is "
+            f"{damaged[-1].key} ({damaged[-1].reason}); find them all with `python -m shards verify "
+            f"{run.config.data.shards}` and build again",
+            key=damaged[-1].key,
+            on_every_rank=True,
+        )
+    if not consumed.num_targets:
+        step = state.step + 1
+        raise TrainError(
+            f"step {step}: none of the {consumed.samples} samples has a target token "
+            f"({len(consumed.masked)} masked); look at it with `python -m xctrain batch {run.config.run.dir} "
+            f"--step {step}`",
+            step=step,
+            on_every_rank=True,
+        )
+
+
+def refuse(
+    run: Run, state: TrainState, micro_batches: Sequence[Batch], losses: Sequence[float], loss: float, grad_norm: float
+) -> None:
+    """Dump a batch that is not finite, then raise unless the policy is to skip it."""
+    step = state.step + 1
+    folder = run.config.run.dir / "not-finite" / f"step-{step:08d}-n{state.samples_consumed}"
+    dump(folder, run.ranks.rank, micro_batches, losses)
+    found = run.ranks.gather(
+        [key for b, part in zip(micro_batches, losses, strict=True) if not math.isfinite(part) for key in b.keys]
+    )
+    where = f"first of its micro-batch: {found[0]}" if found else "every micro-batch alone is finite"
+    text = (
+        f"step {step}: loss is {loss}, gradient norm is {grad_norm}; nothing was updated; {where}; the batch is in "
+        f"{folder}, look at it with `python -m xctrain batch {run.config.run.dir} --step {step}`"
+    )
+    policy = run.config.train
+    if policy.on_not_finite == "raise":
+        raise NotFiniteError(
+            f"{text}; lower optim.lr, or go on past it with train.on_not_finite=skip", step=step, on_every_rank=True
+        )
+    if state.skips_in_a_row + 1 > policy.max_skips:
+        raise NotFiniteError(
+            f"{text}; {state.skips_in_a_row} batches in a row were skipped, train.max_skips is {policy.max_skips}",
+            step=step,
+            on_every_rank=True,
+        )
+
+
+def dump(folder: Path, rank: int, micro_batches: Sequence[Batch], losses: Sequence[float]) -> None:
+    """Write this rank's micro-batches with their losses, so that a bad one can be run again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{i}.{name}": t.contiguous() for i, b in enumerate(micro_batches) for name, t in b.inputs.items()}
+    tensors |= {f"{i}.labels": b.labels for i, b in enumerate(micro_batches)}
+    save_tensors(tensors, folder / f"rank{rank}.safetensors")
+    rows = [
+        {"micro": i, "loss": repr(part), "n": b.positions, "keys": b.keys, "num_targets": b.num_targets}
+        for i, (b, part) in enumerate(zip(micro_batches, losses, strict=True))
+    ]
+    (folder / f"rank{rank}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def skip_batch(run: Run, state: TrainState, micro_batches: Sequence[Batch], consumed: Consumed) -> TrainState:
+    """The state behind a batch that made no update: n moves on, step does not, its slots count as masked."""
+    trained = [
+        Masked(n, key, NOT_FINITE)
+        for b in micro_batches
+        for n, key, reason in zip(b.positions, b.keys, b.masked, strict=True)
+        if not reason
+    ]
+    masked = sorted((*run.ranks.gather(trained), *consumed.masked), key=lambda m: m.n)
+    state = state.skip(consumed.samples, masked)
+    if run.log:
+        run.log.write(
+            event="skip",
+            step=state.step,
+            samples_consumed=state.samples_consumed,
+            reason=NOT_FINITE,
+            keys=[m.key for m in masked],
+        )
+    return state

@@ -1,0 +1,60 @@
+"""The parts of a run on one rank, and what passes between them in a step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xctrain.checkpoint import Checkpoints
+from xctrain.config import Config
+from xctrain.loader import Loader
+from xctrain.log import JsonLines
+from xctrain.ranks import Ranks
+from xctrain.state import Masked, TrainState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run on one rank, without methods."""
+
+    config: Config
+    ranks: Ranks
+    model: "nn.Module"  # maps Batch to summed loss; wrapped for data-parallel training
+    module: "nn.Module"  # the same, unwrapped
+    optimizer: Any  # Accelerate's wrapper
+    trainable: "tuple[nn.Parameter, ...]"
+    loader: Loader
+    num_steps: int
+    end: int  # positions in the whole run
+    checkpoints: Checkpoints
+    log: JsonLines | None  # on rank 0
+    keys: JsonLines | None  # on every rank, with train.log_keys
+    world: dict[str, Any]
+    model_id: str
+    stop_asked: Callable[[], bool]
+    evaluate: Callable[[TrainState], None] | None
+    show: Callable[[TrainState, "StepMetrics"], None]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step gave. The same on every rank."""
+
+    loss: float  # mean over the target tokens of the global batch
+    grad_norm: float
+    lr: float
+    num_targets: int
+    stop: bool  # some rank was asked to stop
+    overflows: int = 0  # times the batch ran again at a lower fp16 scale
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """What a global batch held, over all ranks."""
+
+    num_targets: int
+    digest: int  # sum of slot_digest over the slots with loss
+    samples: int  # slots without the surplus ones
+    masked: tuple[Masked, ...]
