@@ -31,14 +31,15 @@ def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:
                 key=entry.key,
                 reason=entry.reason,
             )
-    damaged = [m for m in (*state.masked, *consumed.masked) if m.reason.startswith(DAMAGED)]
+    damaged = {m.key: m for m in (*state.masked, *consumed.masked) if m.reason.startswith(DAMAGED)}
     limit = run.config.data.max_damaged
     if consumed.masked and len(damaged) > limit:
+        last = consumed.masked[-1]
         raise TrainError(
             f"{run.config.data.shards}: {len(damaged)} samples are damaged, data.max_damaged is {limit}; the last is "
-            f"{damaged[-1].key} ({damaged[-1].reason}); find them all with `python -m shards verify "
+            f"{last.key} ({last.reason}); find them all with `python -m shards verify "
             f"{run.config.data.shards}` and build again",
-            key=damaged[-1].key,
+            key=last.key,
             on_every_rank=True,
         )
     if not consumed.num_targets:

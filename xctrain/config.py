@@ -43,7 +43,8 @@ class DataConfig(_Section):
         "sizes", description="what is checked before the model loads; full reads every byte"
     )
     max_damaged: Annotated[int, Field(ge=0)] = Field(
-        10, description="damaged samples that may be masked before the run stops; each is logged with key and reason"
+        10,
+        description="different damaged samples that may be masked before the run stops; each is logged with key and reason",
     )
 
 

@@ -1,0 +1,218 @@
+"""The audit finds what was not trained as the order says; ``batch`` shows what a step holds."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from conftest import write_dataset
+from small import audit_of, open_poisoned, train_here
+
+from shards.errors import UserError
+from xctrain import __main__ as main
+from xctrain import audit, checkpoint
+from xctrain.errors import RunError
+
+
+@pytest.fixture(scope="module")
+def trained(drawn_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 10 steps with logged keys. Not to be changed: copy it first."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train_here(drawn_shards, run)
+    return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "keys-rank0.jsonl").read_text().splitlines()]
+
+
+def write_lines(run: Path, lines: list[dict[str, Any]]) -> None:
+    (run / "keys-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def forge_position(run: Path, **changes: Any) -> None:
+    """Change position.json and make the list of files agree with it again."""
+    folder = run / "checkpoints" / "step-00000010"
+    position = folder / "position.json"
+    position.write_text(json.dumps({**json.loads(position.read_text()), **changes}))
+    listed = json.loads((folder / "files.json").read_text())
+    listed["position.json"] = {"bytes": position.stat().st_size, "sha256": checkpoint._sha256(position)}
+    (folder / "files.json").write_text(json.dumps(listed))
+
+
+def totals(result: audit.Audit) -> tuple[int, int]:
+    return sum(e.repeated or 0 for e in result.epochs), sum(e.skipped or 0 for e in result.epochs)
+
+
+def test_honest_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["audit", str(trained), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["ok"], values["evidence"], values["step"], values["samples_consumed"]) == (True, "keys", 10, 120)
+    assert values["epochs"] == [
+        {"epoch": 0, "segment": 0, "seen": 100, "repeated": 0, "skipped": 0, "masked": 0},
+        {"epoch": 1, "segment": 0, "seen": 20, "repeated": 0, "skipped": 0, "masked": 0},
+    ]
+
+
+def test_forged_digest_is_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forge_position(run, digest="00000000000000ff")
+    assert main.main(["audit", str(run)]) == 1
+    text = capsys.readouterr().out
+    assert "digest is 00000000000000ff, manifest and order give " in text
+    assert "NOT OK" in text
+
+
+def test_forged_position_is_found(run: Path) -> None:
+    forge_position(run, samples_consumed=132)
+    result = audit_of(run)
+    assert not result.ok
+    assert totals(result) == (0, 12)
+
+
+def test_without_key_logs_a_forged_digest_is_all_that_is_known(run: Path) -> None:
+    forge_position(run, digest="00000000000000ff", keys_from=None)
+    result = audit_of(run)
+    assert (result.ok, result.evidence) == (False, "digest")
+    assert [(e.seen, e.repeated, e.skipped) for e in result.epochs] == [(None, None, None)] * 2
+    assert "? repeated, ? skipped, 0 masked" in audit.as_text(result)
+
+
+def test_removed_line_is_skipped_samples(run: Path) -> None:
+    lines = lines_of(run)
+    write_lines(run, lines[:4] + lines[5:])
+    result = audit_of(run)
+    assert (result.ok, totals(result)) == (False, (0, len(lines[4]["n"])))
+
+
+def test_doubled_line_is_repeated_samples(run: Path) -> None:
+    lines = lines_of(run)
+    write_lines(run, [*lines, lines[4]])
+    result = audit_of(run)
+    assert (result.ok, totals(result)) == (False, (len(lines[4]["n"]), 0))
+
+
+def test_wrong_key_is_named_beside_the_right_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(run)
+    line = lines[7]
+    right, n = line["keys"][1], line["n"][1]
+    line["keys"][1] = "000000000777"
+    write_lines(run, lines)
+    assert main.main(["audit", str(run)]) == 1
+    assert f"position {n}: trained on 000000000777, the order says {right}" in capsys.readouterr().out
+
+
+def test_position_that_was_never_due_is_found(run: Path) -> None:
+    lines = lines_of(run)
+    lines.append({**lines[0], "n": [4000], "keys": ["000000000001"]})
+    write_lines(run, lines)
+    result = audit_of(run)
+    assert not result.ok
+    assert result.findings == ("position 4000: trained on 000000000001, the checkpoint says that it was not trained",)
+
+
+def test_lines_behind_the_checkpoint_are_not_audited(run: Path) -> None:
+    lines = lines_of(run)
+    lines.append({**lines[0], "samples_consumed": 132, "n": [120], "keys": ["?"]})
+    write_lines(run, lines)
+    assert audit_of(run).ok
+
+
+def test_run_folder_may_be_moved(run: Path, tmp_path: Path) -> None:
+    moved = run.rename(tmp_path / "moved")
+    assert audit_of(moved).ok
+    (moved / "keys-rank0.jsonl").write_text("")
+    assert not audit_of(moved).ok
+
+
+def test_skipped_batch_counts_as_masked_and_a_trained_masked_slot_as_repeated(
+    drawn_shards: Path, tmp_path: Path
+) -> None:
+    train_here(drawn_shards, tmp_path, open_poisoned(75), train__on_not_finite="skip")
+    assert audit_of(tmp_path).ok
+    lines = lines_of(tmp_path)
+    write_lines(tmp_path, [*lines, {**lines[0], "n": [75], "keys": ["x"]}])
+    result = audit_of(tmp_path)
+    assert (result.ok, totals(result)) == (False, (1, 0))
+
+
+def make_empty(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def make_damaged(run: Path) -> None:
+    for path in run.glob("checkpoints/*/rng.json"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (shutil.rmtree, "there is no such run folder; give the run.dir of a run"),
+        (make_empty, "has no whole checkpoint; train first, or give another run folder"),
+        (make_damaged, "step-00000010: rng.json is missing); train first"),
+    ],
+)
+def test_folder_without_a_checkpoint_is_refused(run: Path, change: Callable[[Path], None], text: str) -> None:
+    change(run)
+    with pytest.raises(RunError) as error:
+        audit.open_run(run)
+    assert str(run) in str(error.value)
+    assert text in str(error.value)
+
+
+def test_other_data_than_was_trained_on_is_refused_with_both_manifests(drawn_shards: Path, tmp_path: Path) -> None:
+    shards = Path(shutil.copytree(drawn_shards, tmp_path / "shards"))
+    train_here(shards, tmp_path / "run")
+    saved = audit.open_run(tmp_path / "run").reader.manifest.manifest_id
+    shutil.rmtree(shards)
+    found = write_dataset(shards, {"train": [90]}).manifest_id
+    with pytest.raises(UserError, match=f"manifest_id is {found}, the run was trained on {saved}"):
+        audit.open_run(tmp_path / "run")
+
+
+def batch(run: Path, step: int, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str]]:
+    assert main.main(["batch", str(run), "--step", str(step), "--json"]) == 0
+    return sorted((row["n"], row["key"]) for row in json.loads(capsys.readouterr().out)["samples"])
+
+
+def test_batch_shows_what_past_steps_held_and_future_ones_will(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    length = {"train__num_steps": None, "train__epochs": 2}
+    shown: dict[int, list[tuple[int, str]]] = {}
+
+    def look_ahead() -> bool:
+        if runs.last_step(tmp_path) == 6:
+            shown.update({step: batch(tmp_path, step, capsys) for step in (1, 5, 6, 7, 8, 17)})
+        return False
+
+    train_here(drawn_shards, tmp_path, stop_asked=look_ahead, **length)
+    trained = runs.keys_by_step(tmp_path)
+    assert shown == {step: trained[step] for step in shown}
+    assert [batch(tmp_path, step, capsys) for step in trained] == list(trained.values())
+    with pytest.raises(RunError, match="step 18: the run ends at position 200, the step would begin at 200"):
+        batch(tmp_path, 18, capsys)
+    with pytest.raises(RunError, match="step 0: steps count from 1"):
+        batch(tmp_path, 0, capsys)
+
+
+def test_batch_is_right_behind_skips_and_across_segments(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poisoned = open_poisoned(30, 130)
+    skip = {"train__on_not_finite": "skip"}
+    train_here(drawn_shards, tmp_path, poisoned, train__num_steps=None, train__epochs=1, **skip)
+    more = {"train__epochs": 2, "train__seed": 5, "train__resume_with": "train.epochs,train.seed"}
+    train_here(drawn_shards, tmp_path, poisoned, train__num_steps=None, **more, **skip)
+    trained = runs.keys_by_step(tmp_path)
+    assert [n for n, _ in trained[8]] == [96, 97, 98, 99]
+    assert {step: batch(tmp_path, step, capsys) for step in trained} == trained
+    assert audit_of(tmp_path).ok
