@@ -12,7 +12,8 @@ from xctrain.errors import ConfigError
 if TYPE_CHECKING:
     from xctrain.models import Family
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+_IDENTITY = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja")
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 def base_model(config: Config) -> Path | str:
@@ -48,11 +49,16 @@ def _captions(reader: SplitReader) -> Iterator[str]:
 
 
 def model_id(config: Config) -> str:
-    """Names the base model independently of where it lies: hash of its config and its files' names and sizes."""
+    """Names the base model independently of where it lies: a hash of its small files, and of samples of its large ones."""
     base = Path(base_model(config))
     if not base.is_dir():
         return f"{config.model.path}@{config.model.revision or 'main'}"
-    digest = hashlib.sha256((base / "config.json").read_bytes() if (base / "config.json").exists() else b"")
-    for path in sorted({p for pattern in _WEIGHTS for p in base.glob(pattern)}):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    digest = hashlib.sha256()
+    for path in sorted({p for pattern in _IDENTITY for p in base.glob(pattern)}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):  # spread over the file: a fine-tune of the same shape differs everywhere
+                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -98,6 +98,8 @@ def join(config: Config) -> Ranks:
     """
     # torch would rename this option; the new name still sends buffers at the start, so the old one is what we mean.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses deterministic products
     use_gpu = torch.cuda.is_available()
     train = config.train
     if train.precision == "fp16" and not use_gpu:
