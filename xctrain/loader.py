@@ -169,12 +169,20 @@ class Loader:
             if self.stream.end is not None and n >= self.stream.end:
                 return
             since = time.perf_counter()
-            micro_batches = [self._next(batches, n, number) for number in range(per_step)]
+            micro_batches = []
+            for number in range(per_step):
+                batch = self._next(batches, n, number)
+                if isinstance(batch, UserError):
+                    try:
+                        raise batch
+                    finally:
+                        del batch, batches  # an error that its own frame holds would keep the workers alive
+                micro_batches.append(batch)
             yield micro_batches, time.perf_counter() - since
 
-    def _next(self, batches: "Iterator[Batch | UserError]", n: int, number: int) -> Batch:
+    def _next(self, batches: "Iterator[Batch | UserError]", n: int, number: int) -> Batch | UserError:
         try:
-            batch = next(batches)
+            return next(batches)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader "):  # torch's own: a worker that stalls, or was killed
                 raise
@@ -185,9 +193,6 @@ class Loader:
                 "and memory is left, then start again to go on",
                 path=places[0][0],
             ) from None
-        if isinstance(batch, UserError):
-            raise batch
-        return batch
 
 
 def num_workers(setting: int | Literal["auto"], local_world_size: int, num_cpus: int | None = None) -> int:
