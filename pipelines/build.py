@@ -22,15 +22,16 @@ from pipelines.filters import Reason, Rejection
 from pipelines.images import Images, open_images
 from pipelines.measure import Picture, measure
 from pipelines.plan import FileHashes, Slice, cut, list_files
+from pipelines.progress import Progress, progress_bar
 from pipelines.state import State, read_json, write_result
-from pipelines.workers import Progress, Workers
+from pipelines.workers import Workers
 from shards.atomic import write_file
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
 from shards.sample import Sample, canonical_json
 from shards.writer import ShardWriter
 
-HASH_CHUNK = 512  # files hashed in one request
+HASH_CHUNK = 256  # files hashed in one request
 PROGRESS_EVERY = 32  # records
 
 
@@ -122,7 +123,7 @@ class Build:
                 continue
             target = self.state.target
             order = {
-                **dataclasses.asdict(piece),
+                **vars(piece),
                 "limits": self.config.filters.model_dump(mode="json"),
                 "images": images[piece.split],
                 "folder": str(target),
@@ -135,8 +136,11 @@ class Build:
     def _hash_files(self, split: Split, names: Sequence[str]) -> list[str | Rejection]:
         chunks = [names[i : i + HASH_CHUNK] for i in range(0, len(names), HASH_CHUNK)]
         requests = [{"images": str(split.images.resolve()), "names": chunk} for chunk in chunks]
-        with ThreadPoolExecutor(self.config.build.num_processes) as threads:
-            replies = threads.map(lambda request: self.workers.call("hash", request), requests)
+        with (
+            progress_bar(len(names), f"hash {split.name}") as progress,
+            ThreadPoolExecutor(self.config.build.num_processes) as threads,
+        ):
+            replies = threads.map(lambda request: self.workers.call("hash", request, progress), requests)
             return [Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else r for reply in replies for r in reply]
 
     def build_shard(self, name: str, progress: Progress = lambda count: None) -> dict[str, int]:
@@ -221,8 +225,12 @@ def _rejects_jsonl(splits: Sequence[Split], results: Sequence[Mapping[str, Any]]
 def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
     """sha256 of each file, or reason and detail where it cannot be read."""
     images = open_images(Path(arguments["images"]))
-    read = (images.read(name) for name in arguments["names"])
-    return [[r.reason, r.detail] if isinstance(r, Rejection) else hashlib.sha256(r).hexdigest() for r in read]
+    replies: list[Any] = []
+    for name in arguments["names"]:
+        data = images.read(name)
+        replies.append([data.reason, data.detail] if isinstance(data, Rejection) else hashlib.sha256(data).hexdigest())
+    progress(len(replies))
+    return replies
 
 
 def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, int]:

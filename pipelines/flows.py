@@ -10,7 +10,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
-from pipelines.run import await_each, progress_bar
+from pipelines.progress import progress_bar
+from pipelines.run import await_each
 
 
 def _task(function: Callable[..., Any], name: str, run_name: str | None = None) -> Any:
@@ -30,7 +31,7 @@ def build_shards(
     config = BuildConfig.model_validate(
         {"source": source, "out": out, "held_out": held_out, "build": build, "filters": filters}
     )
-    with Build(config) as job, progress_bar(job.num_records) as progress:
+    with Build(config) as job, progress_bar(job.num_records, "build") as progress:
         todo: list[str] = _task(job.plan, "plan", "plan")(progress)
         build_shard = _task(job.build_shard, "build-shard", "{name}")
         runner: ThreadPoolTaskRunner[dict[str, int]] = ThreadPoolTaskRunner(max_workers=len(job.workers))

@@ -1,16 +1,14 @@
 """Ways to run a build: without any orchestration, or as a Prefect flow."""
 
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pipelines import prefect_api
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig
-from pipelines.workers import Progress
+from pipelines.progress import progress_bar
 
 
 class Pending(Protocol):
@@ -21,7 +19,7 @@ class Pending(Protocol):
 
 def run_plain(config: BuildConfig) -> Summary:
     """Build with nothing but this process and its build processes."""
-    with Build(config) as job, progress_bar(job.num_records) as progress:
+    with Build(config) as job, progress_bar(job.num_records, "build") as progress:
         todo = job.plan(progress)
         with ThreadPoolExecutor(config.build.num_processes) as threads:
             try:
@@ -57,17 +55,3 @@ def await_each(submit: Callable[[str], Pending], names: Iterable[str], limit: in
             in_flight.popleft().result()
     for future in in_flight:
         future.result()
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Progress]:
-    """A bar over records with the time left, on standard error; a line now and then where that is no terminal."""
-    from tqdm import tqdm
-
-    interval_s = 0.2 if sys.stderr.isatty() else 10
-    with tqdm(total=total, unit=" images", desc="build", mininterval=interval_s, smoothing=0.1) as bar:
-
-        def advance(count: int) -> None:
-            bar.update(count)
-
-        yield advance

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import BuildError, describe
-
-Progress = Callable[[int], None]  # told how many records are newly done
+from pipelines.progress import Progress
 
 
 class Workers:

@@ -91,9 +91,9 @@ def test_serve_runs_the_deployment_and_ends_with_everything(photos, command, pre
         while "Ready" not in (tmp_path / "serve.log").read_text():
             assert server.poll() is None, (tmp_path / "serve.log").read_text()
             time.sleep(0.5)
+        run = f"{sys.executable} -m prefect deployment run build-shards/coco --watch"
         done = subprocess.run(
-            [sys.executable, "-m", "prefect", "deployment", "run", "build-shards/coco", "--watch"]
-            + ["-p", f"source={photos}", "-p", f"out={tmp_path / 'out'}"],
+            [*run.split(), "-p", f"source={photos}", "-p", f"out={tmp_path / 'out'}"],
             env=environment,
             capture_output=True,
             text=True,
