@@ -82,7 +82,14 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}, expected 1 or more")
     config = load_settings(Config, arguments.config, arguments.overrides)
-    make_plan(config, arguments.processes)  # refused here, once, rather than by every rank
+    plan = make_plan(config, arguments.processes)  # refused here, once, rather than by every rank
+    if plan.state.samples_consumed == plan.stream.end:
+        print(
+            f"{config.run.dir}: is complete: step {plan.state.step}, {plan.state.samples_consumed} samples; to train longer, "
+            "raise train.num_steps (or train.epochs) and accept it with train.resume_with=train.num_steps",
+            file=sys.stderr,
+        )
+        return 0
     gpus = num_gpus()
     if gpus == 0:
         print(f"no GPU found: {arguments.processes} CPU processes", file=sys.stderr)
