@@ -48,7 +48,7 @@ def launcher(arguments: list[str], processes: int, **options: Any) -> "subproces
 
 def start(command: list[str], **options: Any) -> "subprocess.Popen[str]":
     """A process of its own session, so that a test can end it and nothing else."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
     return subprocess.Popen(
         command,
         stderr=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """Training in this process: one rank, real parts, milliseconds a step."""
 
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,15 @@ def open_poisoned(*positions: int) -> OpenModel:
         return TinyFamily(model), "tiny"
 
     return open_model
+
+
+if __name__ == "__main__":
+    # One rank of a real run: small.py POSITION,POSITION section.field=value ...
+    from shards import cli
+    from xctrain.session import train_rank
+
+    def main(argv: Sequence[str]) -> int:
+        poison = map(int, argv[0].split(","))
+        return train_rank(load_settings(Config, None, argv[1:]), open_poisoned(*poison))
+
+    sys.exit(cli.run(main))

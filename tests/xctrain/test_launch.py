@@ -1,0 +1,140 @@
+"""The launcher with ranks that need no torch: exit codes, signals, and what is left behind."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import runs
+
+# Each rank says where it is and does what the test wants; ``sleep`` waits to be ended.
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def sleep():
+    time.sleep(60)
+def at(number, code):
+    signal.signal(number, lambda *_: os._exit(code))
+def ready():
+    open(f"{sys.argv[1]}/{rank}", "w").write(str(os.getpid()))
+"""
+
+
+def launch(body: str, folder: Path, processes: int = 2) -> "runs.subprocess.Popen[str]":
+    command = [sys.executable, "-c", RANK + body, str(folder)]
+    code = f"import sys; from xctrain.launch import launch; sys.exit(launch({command!r}, {processes}))"
+    return runs.start([sys.executable, "-c", code])
+
+
+def wait_for(folder: Path, processes: int = 2) -> list[int]:
+    """Process ids of the ranks, once all are ready."""
+    until = time.monotonic() + 60
+    while True:
+        texts = [path.read_text() for path in sorted(folder.iterdir())]
+        if len(texts) == processes and all(texts):
+            return [int(text) for text in texts]
+        assert time.monotonic() < until, "the ranks did not start"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids: list[int]) -> bool:
+    until = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ((0, 0), 0),
+        ((75, 75), 75),
+        ((0, 75), 75),
+        ((0, 1), 1),
+        ((75, 1), 1),
+        ((2, 2), 2),
+        ((1, 2), 2),
+        ((0, 3), 3),
+    ],
+)
+def test_exit_codes_are_kept_apart(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
+    runs.finish(launch(f"os._exit({codes}[rank])", tmp_path), code=expected)
+
+
+def test_ranks_get_the_standard_variables(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    text = runs.finish(
+        launch(f"os.write(1, (' '.join(os.environ[n] for n in {names}) + chr(10)).encode())", tmp_path, 3)
+    )
+    assert sorted(text.splitlines()) == [f"{r} {r} 3 3 127.0.0.1" for r in range(3)]
+
+
+def test_threads_are_shared_out_unless_they_are_set(tmp_path: Path) -> None:
+    text = runs.finish(launch("print(os.environ['OMP_NUM_THREADS'])", tmp_path, 1))
+    assert text.split() == ["1"]
+
+
+def test_killed_rank_ends_the_others_and_is_named_with_its_signal(tmp_path: Path) -> None:
+    process = launch("ready(); at(signal.SIGTERM, 9); sleep()", tmp_path, 3)
+    pids = wait_for(tmp_path, 3)
+    os.kill(pids[1], signal.SIGKILL)
+    text = runs.finish(process, code=1)
+    assert text == "rank 1 was ended by SIGKILL; start again to go on from the newest checkpoint\n"
+    assert gone(pids)
+
+
+def test_rank_that_fails_ends_a_rank_that_hangs(tmp_path: Path) -> None:
+    process = launch("ready(); sleep() if rank else os._exit(1)", tmp_path)
+    runs.finish(process, code=1)
+    assert gone(wait_for(tmp_path))
+
+
+def test_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+    process = launch("at(signal.SIGTERM, 9); ready(); sleep()", tmp_path)
+    pids = wait_for(tmp_path)
+    process.kill()
+    process.communicate()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_reaches_every_rank_once(tmp_path: Path, number: signal.Signals) -> None:
+    process = launch(f"at({int(number)}, 75); ready(); sleep()", tmp_path)
+    wait_for(tmp_path)
+    os.killpg(process.pid, number)  # as a terminal does; the ranks are not in this group
+    assert runs.finish(process, code=75) == ""
+
+
+def test_signal_before_the_ranks_listen_is_a_stop_too(tmp_path: Path) -> None:
+    process = launch("signal.signal(signal.SIGINT, signal.SIG_DFL); ready(); sleep()", tmp_path)
+    wait_for(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert runs.finish(process, code=75) == ""
+
+
+def test_second_signal_is_passed_on_too(tmp_path: Path) -> None:
+    body = """
+def note(*_):
+    at(signal.SIGTERM, 1)
+    open(f"{sys.argv[1]}/{rank}", "w").write("1")
+signal.signal(signal.SIGTERM, note)
+ready()
+while True:
+    time.sleep(1)
+"""
+    process = launch(body, tmp_path)
+    wait_for(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    while {path.read_text() for path in tmp_path.iterdir()} != {"1"}:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    runs.finish(process, code=1)
