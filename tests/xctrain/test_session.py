@@ -1,0 +1,98 @@
+"""What the commands do on a run folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import drawn_sample
+from small import config_of, train_here
+
+from shards.reader import SplitReader
+from xctrain import __main__ as main
+from xctrain.basemodel import ensure_base_model
+from xctrain.errors import CheckpointError, ConfigError, RunError
+from xctrain.session import config_of as stored_config
+from xctrain.session import open_model, trained_family
+
+SHORT = {"train__num_steps": 1, "eval__max_new_tokens": 2, "train__global_batch": 2, "train__micro_batch": 2}
+
+
+@pytest.fixture(scope="module")
+def run(drawn_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of the real tiny family."""
+    folder = tmp_path_factory.mktemp("session") / "run"
+    train_here(drawn_shards, folder, open_model, **SHORT)
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.PNG").write_bytes(drawn_sample(number).image)
+    return folder
+
+
+def test_captions_of_ones_own_pictures(run: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["caption", str(run), str(pictures), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["file"] for line in lines] == [str(pictures / "0.PNG"), str(pictures / "1.PNG")]
+    assert all(isinstance(line["caption"], str) for line in lines)
+
+
+def test_picture_that_cannot_be_read_is_named_and_the_others_go_on(
+    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = pictures / "0.PNG"
+    broken.write_bytes(broken.read_bytes()[:100])
+    out = tmp_path / "captions.txt"
+    assert main.main(["caption", str(run), str(pictures), "--out", str(out)]) == 1
+    assert f"error: {broken}: cannot be read as a picture: " in capsys.readouterr().err
+    assert out.read_text().startswith(f"{pictures / '1.PNG'}: ")
+
+
+@pytest.mark.parametrize(("name", "text"), [("nothing", "there is no such file or folder"), ("", "holds no picture")])
+def test_pictures_that_are_not_there_are_refused(run: Path, tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        main.main(["caption", str(run), str(tmp_path / name)])
+
+
+def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"has no config.yaml, so it is not a run folder; give the run.dir of a run"):
+        main.main(["caption", str(tmp_path), "x.png"])
+
+
+def test_moved_run_is_read_where_it_lies(run: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(run, tmp_path / "moved"))
+    assert stored_config(moved).run.dir == moved
+
+
+def test_checkpoint_to_score_may_be_named(run: Path, drawn_shards: Path, tmp_path: Path) -> None:
+    config = config_of(drawn_shards, run, **SHORT)
+    newest, path = trained_family(config, "newest")
+    named, same = trained_family(config, str(path))
+    base, none = trained_family(config, "base")
+    assert (path, none) == (run / "checkpoints" / "step-00000001", None)
+    assert same == path
+    weights = [dict(family.module.named_parameters()) for family in (newest, named, base)]
+    name = next(n for n, p in weights[0].items() if p.requires_grad and not p.equal(weights[2][n]))
+    assert weights[0][name].equal(weights[1][name])
+    with pytest.raises(ConfigError, match=r"eval.checkpoint is nothing, there is no such folder; give a checkpoint"):
+        trained_family(config, "nothing")
+    fresh = config_of(drawn_shards, tmp_path / "fresh", **SHORT)
+    ensure_base_model(fresh, SplitReader(drawn_shards, "train"))
+    with pytest.raises(CheckpointError, match=r"fresh: has no whole checkpoint; train first"):
+        trained_family(fresh, "newest")
+
+
+def test_split_is_scored_from_the_command_line(
+    run: Path, drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "captions.jsonl"
+    settings = ["eval.num_images=3", f"run.dir={run}", f"data.shards={drawn_shards}"]
+    assert main.main(["evaluate", str(run / "config.yaml"), "--json", "--out", str(out), *settings]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["checkpoint"], values["split"], values["num_images"]) == ("step-00000001", "val", 3)
+    assert len(out.read_text().splitlines()) == 3
