@@ -84,9 +84,10 @@ def _launch(arguments: argparse.Namespace) -> int:
     config = load_settings(Config, arguments.config, arguments.overrides)
     plan = make_plan(config, arguments.processes)  # refused here, once, rather than by every rank
     if plan.state.samples_consumed == plan.stream.end:
+        length = "train.epochs" if config.train.num_steps is None else "train.num_steps"
         print(
-            f"{config.run.dir}: is complete: step {plan.state.step}, {plan.state.samples_consumed} samples; to train longer, "
-            "raise train.num_steps (or train.epochs) and accept it with train.resume_with=train.num_steps",
+            f"{config.run.dir}: is complete: step {plan.state.step}, {plan.state.samples_consumed} samples; to train "
+            f"longer, raise {length} and accept that with train.resume_with={length}",
             file=sys.stderr,
         )
         return 0
