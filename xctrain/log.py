@@ -21,12 +21,23 @@ class JsonLines:
     """Appends events to one file; each line is whole in the page cache when ``write`` returns."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, **fields: Any) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
-        self._file.flush()
+        """Append one line.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        try:
+            self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written: {error.strerror}; make room, then start again to go on",
+                path=self.path,
+            ) from error
 
     def sync(self) -> None:
         """Make what was written durable; called before the checkpoint that counts on it."""

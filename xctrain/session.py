@@ -57,6 +57,8 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             text = "stopped after saving step {}; start again to go on" if stopped else "done: step {}"
             print(f"{text.format(state.step)}, {state.samples_consumed} samples, {config.run.dir}", file=sys.stderr)
         del held
+        ranks.barrier()
+        ranks.close()
     except TrainError as error:
         if error.on_every_rank and not ranks.is_main:
             _leave(error.exit_code)  # rank 0 prints it
@@ -68,8 +70,6 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             f"rank {ranks.rank}: lost another rank ({how}); what ended that one is said by itself or its launcher; "
             "start again to go on from the newest checkpoint"
         ) from error
-    ranks.barrier()
-    ranks.close()
     return _leave(EXIT_STOPPED if stopped else 0)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from small import train_here
 
 SEED = 20240229
 
@@ -75,9 +76,11 @@ def test_gradient_of_a_step_does_not_depend_on_how_it_is_cut(drawn_shards: Path,
     for processes, micro_batch in ((1, 12), (1, 3), (2, 3), (3, 2)):
         run = tmp_path / f"{processes}x{micro_batch}"
         changes = {"model__prompt": "no dropout", "optim__max_grad_norm": 1e9, "train__num_steps": 3}
-        runs.train(
-            drawn_shards, run, processes, train__micro_batch=micro_batch, train__save_every=1, train__keep=9, **changes
-        )
+        changes |= {"train__micro_batch": micro_batch, "train__save_every": 1, "train__keep": 9}
+        if processes == 1:
+            train_here(drawn_shards, run, **changes)
+        else:
+            runs.train(drawn_shards, run, processes, **changes)
         gradients.append(runs.gradient(run, step=1, beta1=0.9))
         rates.append([line["lr"] for line in runs.events(run, "step")])
 

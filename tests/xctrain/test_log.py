@@ -1,6 +1,7 @@
 """Logs that can be cut back."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path.write_text('{"samples_consumed": 1}\n{"samples\n{"samples_consumed": 2}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl: line 2 is not JSON; remove that line"):
         positions(path)
+
+
+def test_full_disk_is_named_with_the_log(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / METRICS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(UserError, match=r"metrics.jsonl: cannot be written: File too large; make room, then start"):
+            log.write(event="step", text="longer than ten bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
 
 
 def test_absent_log_has_no_lines(tmp_path: Path) -> None:

@@ -80,6 +80,13 @@ def test_dataset_may_lie_elsewhere(drawn_shards: Path, trained: Path, tmp_path: 
     assert make_plan(config_of(moved, trained), world_size=1).state.step == 10
 
 
+def test_start_that_may_change_the_last_bits_is_said(
+    drawn_shards: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(drawn_shards, run, train__micro_batch=6)
+    assert "step-00000010: saved with micro_batch 4, this start has 6\n" in capsys.readouterr().err
+
+
 def test_other_dataset_is_refused_with_both_manifests(trained: Path, tmp_path: Path, drawn_shards: Path) -> None:
     other = write_dataset(tmp_path / "other", {"train": [40, 20], "val": [12]})
     saved = make_plan(config_of(drawn_shards, trained), 1).state.segments[0].manifest_id
