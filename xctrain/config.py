@@ -59,8 +59,9 @@ class OrderConfig(_Section):
 class ModelConfig(_Section):
     """Which model, what it is asked, and what of it trains."""
 
-    family: Literal["hf", "tiny"] = _trajectory(
-        "tiny", "hf: any image-text-to-text model; tiny: a small LLaVA built on first use"
+    family: Literal["hf", "tiny", "xcomposer"] = _trajectory(
+        "tiny",
+        "hf: any image-text-to-text model; tiny: a small LLaVA built on first use; xcomposer: InternLM-XComposer2.5",
     )
     path: str | None = Field(
         None, description="local folder or hub name; tiny builds into run.dir/base-model when empty"
@@ -77,11 +78,37 @@ class ModelConfig(_Section):
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model; only for a named, pinned model"
     )
+    layout: Literal["chat", "finetune"] = _trajectory(
+        "chat",
+        "xcomposer: where begin token, image and padding stand, in training and captioning alike: as in its published "
+        "chat code, so that whatever serves the model asks it as it was trained; or as in its fine-tuning code",
+    )
+    hd_num: PositiveInt = _trajectory(
+        18,
+        "xcomposer: most tiles of 560 x 560 pixels an image is cut into; upstream's number. A photo of 640 x 480 has 4 "
+        "(2061 tokens) from 4 on, and below that 1 (841 tokens)",
+    )
+    views_at_once: PositiveInt = Field(
+        16, description="xcomposer: tiles that the image encoder sees in one call; memory decides"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="xcomposer: compute each layer again in the backward pass; slower, in far less memory"
+    )
 
     @model_validator(mode="after")
     def _path_for_family(self) -> "ModelConfig":
-        if self.family == "hf" and not self.path:
-            raise ValueError("model.path is empty; family hf needs a model folder or hub name")
+        if self.family != "tiny" and not self.path:
+            raise ValueError(f"model.path is empty; family {self.family} needs a model folder or hub name")
+        return self
+
+    @model_validator(mode="after")
+    def _fields_of_family(self) -> "ModelConfig":
+        own = {"layout", "hd_num", "views_at_once", "gradient_checkpointing"}
+        changed = sorted(
+            n for n in own & self.model_fields_set if getattr(self, n) != type(self).model_fields[n].default
+        )
+        if self.family != "xcomposer" and changed:
+            raise ValueError(f"model.{changed[0]} is for family xcomposer, the family is {self.family}; leave it out")
         return self
 
 

@@ -30,11 +30,15 @@ class Family(Protocol):
         """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that the Auto classes load without a network."""
+        """Write a folder like the one the model came from, which loads without a network."""
 
 
 def open_family(config: "ModelConfig", base: Path | str) -> Family:
     """The family that `model.family` names, with the weights in ``base``: a local folder, or a hub name."""
+    if config.family == "xcomposer":
+        from xctrain.models.xcomposer import XComposerFamily
+
+        return XComposerFamily.open(config, base)
     from xctrain.models.hf import HfFamily  # late: transformers takes seconds
 
     return HfFamily.open(config, base)  # family tiny differs only in where its folder comes from

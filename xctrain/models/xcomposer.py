@@ -1,0 +1,151 @@
+"""InternLM-XComposer2.5-7B, native: its published checkpoint, without its published code."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from shards.errors import ConfigError
+from xctrain.collate import Batch, Row
+from xctrain.loss import IGNORED
+from xctrain.models.hf import evaluating
+from xctrain.models.lengths import require_all_fit, require_fit
+from xctrain.models.parameters import freeze
+from xctrain.models.xcomposer_config import read_config
+from xctrain.models.xcomposer_generate import write_greedily
+from xctrain.models.xcomposer_model import XComposer
+from xctrain.models.xcomposer_prompt import LAYOUTS, Encoder, TokenRow, chat_text, pad_rows
+from xctrain.models.xcomposer_tokenizer import Tokenizer
+from xctrain.models.xcomposer_weights import copy_rest, load_model, save_model
+
+if TYPE_CHECKING:
+    from xctrain.config import ModelConfig
+
+
+class CaptionModel(nn.Module):
+    """``Batch`` to summed loss. ``model`` holds the parameters."""
+
+    def __init__(self, model: XComposer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Float32 scalar: cross-entropy summed over the batch's targets."""
+        # Padding stands on the right, where no target looks: causal attention needs no mask, and flash kernels take it.
+        hidden = self.model(self.model.embed(batch.inputs), batch.inputs["image_mask"])
+        return self.model.summed_loss(hidden, batch.labels)
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows to a Batch: pictures tiled, prompt and answer as ids, padded on the right."""
+
+    encoder: Encoder
+    instruction: str
+    pad_id: int
+    max_length: int | None
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        """The rows as one micro-batch.
+
+        Raises:
+            ConfigError: a sequence is longer than model.max_length, or a picture too thin to be tiled.
+        """
+        lines = [line for row in rows for line in self._lines(row)]
+        inputs, labels = pad_rows(lines, self.pad_id, self.encoder.side)
+        return Batch(
+            inputs=inputs,
+            labels=labels,
+            positions=tuple(row.n for row in rows),
+            keys=tuple(row.key for row in rows),
+            masked=tuple(row.masked for row in rows),
+            num_targets=int((labels != IGNORED).sum()),
+        )
+
+    def prompt(self, image: Image.Image) -> TokenRow:
+        """What stands before the answer."""
+        return self.encoder.prompt(chat_text(self.instruction), [image])
+
+    def _lines(self, row: Row) -> list[TokenRow]:
+        try:
+            prompt = self.prompt(row.image)
+        except ConfigError as error:
+            raise ConfigError(f"{row.key}: {error}", key=row.key) from error
+        # A masked row keeps one line, so that the shapes of a step do not depend on what turned out damaged.
+        captions = (row.captions[:1] or ("",)) if row.masked else row.captions
+        lines = [self.encoder.answer(prompt, caption) for caption in captions]
+        for line in lines:
+            require_fit(row.key, len(line.ids), self.max_length)
+        return [replace(line, labels=[IGNORED] * len(line.ids)) for line in lines] if row.masked else lines
+
+    def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
+        """Refuse a max_length that a sample does not fit in; samples are (key, width, height, captions).
+
+        Raises:
+            ConfigError: names the number of samples that do not fit, one of them, and the length that would do.
+        """
+        blank = Image.new("RGB", (self.encoder.side, self.encoder.side))
+        text_length = len(self.prompt(blank).ids) - self.encoder.image_tokens(*blank.size)
+        nothing = TokenRow([], [])
+        require_all_fit(
+            samples,
+            self.max_length,
+            prompt_length=lambda width, height: text_length + self.encoder.image_tokens(width, height),
+            answer_length=lambda caption: len(self.encoder.answer(nothing, caption).ids),
+            added=len(self.encoder.answer(nothing, "").ids),
+        )
+
+
+@dataclass(frozen=True)
+class XComposerFamily:
+    """The loaded model with its collator and its way to write captions."""
+
+    module: CaptionModel
+    collator: Collator
+    base: Path  # the folder it came from
+
+    @classmethod
+    def open(cls, config: "ModelConfig", base: Path | str) -> "XComposerFamily":
+        """The model in the folder ``base``. Nothing is downloaded, and no code that lies there is run.
+
+        Raises:
+            ConfigError: it is not a whole checkpoint of XComposer2.5, or a freeze pattern fits nothing.
+        """
+        folder = Path(base)
+        architecture = read_config(folder)
+        encoder = Encoder(
+            tokenizer=Tokenizer(folder),
+            layout=LAYOUTS[config.layout],
+            side=architecture.vision_config.image_size,
+            cells=architecture.vision_config.cells,
+            hd_num=config.hd_num,
+        )
+        collator = Collator(encoder, config.prompt, architecture.pad_token_id, config.max_length)
+        model = load_model(architecture, folder, getattr(torch, config.dtype))
+        model.checkpoint_gradients(config.gradient_checkpointing)
+        model.views_at_once = config.views_at_once
+        freeze(model, config.freeze)
+        return cls(CaptionModel(model), collator, folder)
+
+    def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
+        """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
+        self.collator.check_lengths(samples)
+
+    def generate(self, images: Sequence[Image.Image], max_new_tokens: int) -> list[str]:
+        """One greedy caption an image, without prompt and special tokens. Draws no random number."""
+        model, encoder = self.module.model, self.collator.encoder
+        prompts = [self.collator.prompt(image) for image in images]
+        inputs, _ = pad_rows(prompts, self.collator.pad_id, encoder.side, left=True)
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        with evaluating(model):
+            answers = write_greedily(model, inputs, max_new_tokens=max_new_tokens, end_ids=encoder.tokenizer.end_ids)
+        return [" ".join(encoder.tokenizer.answer(ids).split()) for ids in answers]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a folder in the layout of the published checkpoint, under its names; it opens without a network."""
+        save_model(self.module.model, folder)
+        copy_rest(self.base, folder)

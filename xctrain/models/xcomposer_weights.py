@@ -1,0 +1,136 @@
+"""Official checkpoints to the model and back: safetensors or `.bin` files, whole or in shards."""
+
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shards.errors import ConfigError
+from xctrain.models.xcomposer_config import XComposerConfig
+from xctrain.models.xcomposer_model import XComposer
+
+# Adapters for web pages and for writing, which training and chat never use; CLIP's last norm, which XComposer leaves
+# out; and the position numbers that old CLIP classes saved.
+UNUSED = re.compile(r"\.lora_(sft|dpo|web)_[AB]\.|\.post_layernorm\.|\.embeddings\.position_ids$")
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth)(\.index\.json)?$")
+
+
+def own_name(official: str) -> str:
+    """Name in this model of an official tensor: PLoRA stands beside its linear here, in it there."""
+    return re.sub(r"\.(Plora_[AB])\.", r"_plora.\1.", official)
+
+
+def official_name(own: str) -> str:
+    """Name in an official checkpoint of a parameter of this model."""
+    return re.sub(r"_plora\.(Plora_[AB])\.", r".\1.", own)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights.
+
+    Raises:
+        ConfigError: it has none, or a shard that its index names is not there.
+    """
+    for name in _SINGLE_FILES:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+                raise ConfigError(
+                    f"model.path: {folder} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} for "
+                    "example; download the rest",
+                    path=folder,
+                )
+            return [folder / shard for shard in shards]
+        if (folder / name).is_file():
+            return [folder / name]
+    raise ConfigError(
+        f"model.path: {folder} holds no weights ({', '.join(_SINGLE_FILES)}, or an index of shards); download them",
+        path=folder,
+    )
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Official name and tensor of all weights that the model uses, one at a time.
+
+    A tensor lies in its file until it is copied, and no longer than until the next one is asked for.
+    """
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    if not UNUSED.search(name):
+                        yield name, file.get_tensor(name)
+        else:
+            # Old files are no zip archives, and only those can stay on disk.
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            yield from ((name, tensors[name]) for name in tensors if not UNUSED.search(name))
+
+
+def empty_model(config: XComposerConfig) -> XComposer:
+    """The model without memory for its weights: shapes and names only."""
+    with torch.device("meta"):
+        return XComposer(config)
+
+
+def load_model(config: XComposerConfig, folder: Path, dtype: torch.dtype) -> XComposer:
+    """The model with the weights of an official checkpoint, in ``dtype``. Never holds a weight twice.
+
+    Raises:
+        ConfigError: a weight is missing, not the model's, or of another shape.
+    """
+    model = empty_model(config)
+    missing = dict(model.named_parameters())
+    for official, tensor in read_tensors(folder):
+        name = own_name(official)
+        expected = missing.pop(name, None)
+        if expected is None:
+            raise ConfigError(
+                f"model.path: {folder} holds {official}, which XComposer2.5 has not (or a second time); give a "
+                "checkpoint of XComposer2.5-7B",
+                path=folder,
+            )
+        if expected.shape != tensor.shape:
+            raise ConfigError(
+                f"model.path: {folder}: {official} is {tuple(tensor.shape)}, config.json makes it "
+                f"{tuple(expected.shape)}; fetch both from one place",
+                path=folder,
+            )
+        place(model, name, nn.Parameter(tensor.to(dtype, copy=True)))
+    if missing:
+        raise ConfigError(
+            f"model.path: {folder} lacks {len(missing)} weights of XComposer2.5, {official_name(min(missing))} for "
+            "example; fetch it again",
+            path=folder,
+        )
+    return model
+
+
+def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter where the model has one of that name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def save_model(model: XComposer, folder: Path) -> None:
+    """Write the weights under official names, in shards of at most 5 GB."""
+    from huggingface_hub import save_torch_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {official_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    save_torch_state_dict(tensors, folder)
+
+
+def copy_rest(base: Path, folder: Path) -> None:
+    """Copy what a checkpoint holds besides weights: configuration, tokenizer, the published code, licence."""
+    for path in base.iterdir():
+        if path.is_file() and not _WEIGHTS.search(path.name) and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
