@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from shards.errors import ConfigError
+
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import nn
 
     from xctrain.collate import Batch, Row
-    from xctrain.config import ModelConfig
+    from xctrain.config import AdapterConfig, ModelConfig
 
 
 class Family(Protocol):
@@ -33,12 +35,20 @@ class Family(Protocol):
         """Write a folder like the one the model came from, which loads without a network."""
 
 
-def open_family(config: "ModelConfig", base: Path | str) -> Family:
-    """The family that `model.family` names, with the weights in ``base``: a local folder, or a hub name."""
+def open_family(
+    config: "ModelConfig", base: Path | str, adapter: "AdapterConfig | None" = None, seed: int = 0
+) -> Family:
+    """The family that `model.family` names, with the weights in ``base``: a local folder, or a hub name.
+
+    Raises:
+        ConfigError: it cannot be loaded, or not as the config wants it.
+    """
     if config.family == "xcomposer":
+        if adapter and adapter.kind != "none":
+            raise ConfigError(f"adapter.kind is {adapter.kind}, family xcomposer trains without adapters so far")
         from xctrain.models.xcomposer import XComposerFamily
 
         return XComposerFamily.open(config, base)
     from xctrain.models.hf import HfFamily  # late: transformers takes seconds
 
-    return HfFamily.open(config, base)  # family tiny differs only in where its folder comes from
+    return HfFamily.open(config, base, adapter, seed)  # family tiny differs only in where its folder comes from

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from shards.errors import ConfigError
 from xctrain.collate import Batch, Row, append_answers
 from xctrain.loss import IGNORED, num_logits_needed, summed_cross_entropy
+from xctrain.models.adapter import adapt, linear_layers
 from xctrain.models.parameters import freeze
 from xctrain.prompt import Prompt, answer_ids, make_prompt
 
 if TYPE_CHECKING:
-    from xctrain.config import ModelConfig
+    from xctrain.config import AdapterConfig, ModelConfig
 
 # The tokenizers' thread pool does not survive the fork of a loader worker, and says so on every one of them.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,9 +40,14 @@ class CaptionModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Float32 scalar: cross-entropy summed over the batch's targets."""
+        return summed_cross_entropy(self.last_logits(batch), batch.labels)
+
+    def last_logits(self, batch: Batch) -> Tensor:
+        """Logits [B, T', vocabulary] of the last positions, at least of those that predict a target."""
         options = {"logits_to_keep": num_logits_needed(batch.labels)} if self._keeps_logits else {}
         inputs = in_dtype(batch.inputs, self.model.dtype)
-        return summed_cross_entropy(self.model(**inputs, use_cache=False, **options).logits, batch.labels)
+        logits: Tensor = self.model(**inputs, use_cache=False, **options).logits
+        return logits
 
 
 class Collator:
@@ -158,18 +164,25 @@ class HfFamily:
     collator: Collator
 
     @classmethod
-    def open(cls, config: "ModelConfig", base: Path | str) -> "HfFamily":
+    def open(
+        cls, config: "ModelConfig", base: Path | str, adapter: "AdapterConfig | None" = None, seed: int = 0
+    ) -> "HfFamily":
         """The model in the folder, or of the hub name, ``base``. A folder never asks the network.
 
         Raises:
-            ConfigError: it cannot be loaded, lacks weights, does not show its image in its text, or a freeze pattern
-                fits nothing.
+            ConfigError: it cannot be loaded, lacks weights, does not show its image in its text, or a pattern of what
+                trains fits nothing.
         """
         model, processor = load(config, base)
         prompt = make_prompt(processor, config.prompt)
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token  # pads are masked by position
-        freeze(model, config.freeze)
+        if adapter is None or adapter.kind == "none":
+            freeze(model, config.freeze)
+        else:
+            adapt(model, adapter, linear_layers(model, language_model(model)), seed)
+        if config.gradient_checkpointing:
+            checkpoint_gradients(model)
         return cls(CaptionModel(model), Collator(processor, prompt, config.max_length))
 
     def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
@@ -247,7 +260,47 @@ def load(config: "ModelConfig", base: Path | str) -> tuple[Any, Any]:
             "fetch it again, or choose a model of that kind",
             path=base,
         )
+    if getattr(model.config, "quantization_config", None):
+        raise ConfigError(
+            f"model.path: {base} is quantised already, which cannot be trained or merged well; give the model that it was "
+            "made from, with adapter.kind=qlora to hold it in 4 bits",
+            path=base,
+        )
     return model, processor
+
+
+def language_model(model: Any) -> str:
+    """Name of the submodule that reads text, which adapters go to unless told otherwise.
+
+    Raises:
+        ConfigError: the model does not have one of its own.
+    """
+    decoder = model.get_decoder()
+    name: str = next(name for name, module in model.named_modules() if module is decoder)
+    if not name:
+        raise ConfigError(
+            f"adapter.kind: {type(model).__name__} does not keep its language model in a module of its own, so "
+            "adapters cannot be kept out of the rest; use adapter.kind=none with model.freeze"
+        )
+    return name
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Compute each layer again in the backward pass, where the model can do that.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"model.gradient_checkpointing is true, {type(model).__name__} does not support it; set it to false"
+        )
+    # The older name is deprecated from transformers 5.24 on, and the only one before.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    # Reentrant checkpoints lose the gradient of a layer whose input needs none, such as the first above frozen
+    # embeddings. These do not, so the embeddings need not pretend, which breaks models that write images into them.
+    model.disable_input_require_grads()
 
 
 def in_dtype(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Which parameters train. Names are those of the base model's own files."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -27,9 +28,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError(f"model.freeze: {', '.join(patterns)} freeze every parameter; leave at least one to train")
 
 
-def parameter_table(model: nn.Module) -> str:
-    """Text: trainable and frozen parameters of each block, one line a block, and their sum."""
-    rows = [(block, *sizes) for block, sizes in _sizes_by_block(model).items()]
+def parameter_table(module: nn.Module) -> str:
+    """Text: trainable and frozen parameters of each block, one line a block, and their sum.
+
+    ``module`` is a model, or one that holds it as ``model`` alone.
+    """
+    held = dict(module.named_children())
+    rows = [(block, *sizes) for block, sizes in _sizes_by_block(held["model"] if len(held) == 1 else module).items()]
     rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     width = max(len(row[0]) for row in rows)
     lines = [f"{'parameters':<{width}} {'trainable':>15} {'frozen':>15}"]
@@ -59,6 +64,8 @@ def _sizes_by_block(model: nn.Module) -> dict[str, tuple[int, int]]:
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         block = ".".join(parts[: 2 if len(parts) > 2 else 1])
-        trained[block] += parameter.numel() if parameter.requires_grad else 0
-        frozen[block] += 0 if parameter.requires_grad else parameter.numel()
+        # Two weights in 4 bits share a byte, which counts as one number of uint8.
+        size = math.prod(getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape))
+        trained[block] += size if parameter.requires_grad else 0
+        frozen[block] += 0 if parameter.requires_grad else size
     return {block: (trained[block], frozen[block]) for block in trained}

@@ -55,7 +55,7 @@ def write_greedily(
     A penalty above 1 makes tokens that were written before less likely (arXiv 1909.05858); the prompt is not counted.
     """
     reading = Reading(model, inputs, max_new_tokens)
-    ends = torch.tensor(sorted(end_ids), device=model.device)
+    ends = torch.tensor(sorted(end_ids), dtype=torch.int64, device=model.device)
     written = ends.new_empty((len(reading.logits), 0))
     done = torch.zeros(len(written), dtype=torch.bool, device=model.device)
     while written.shape[1] < max_new_tokens and not done.all():
@@ -64,8 +64,7 @@ def write_greedily(
         said = reading.logits.gather(1, written)
         said = torch.where(said < 0, said * repetition_penalty, said / repetition_penalty)
         token = reading.logits.scatter(1, written, said).argmax(dim=-1)
-        token = torch.where(done, ends[0], token)
-        done |= torch.isin(token, ends)
+        done |= torch.isin(token, ends)  # a row that is done writes on beside the others; that is cut off
         written = torch.cat((written, token[:, None]), dim=1)
     return [_until_end(row, end_ids) for row in written.tolist()]
 
