@@ -18,6 +18,7 @@ from shards.errors import ConfigError
 from xctrain.collate import Batch, Row, append_answers
 from xctrain.loss import IGNORED, num_logits_needed, summed_cross_entropy
 from xctrain.models.adapter import adapt, linear_layers
+from xctrain.models.lengths import require_all_fit, require_fit
 from xctrain.models.parameters import freeze
 from xctrain.prompt import Prompt, answer_ids, make_prompt
 
@@ -75,12 +76,7 @@ class Collator:
         answers = [answer_ids(self.processor.tokenizer, self.prompt, text) for _, text in lines]
         lengths = (prompts["attention_mask"].sum(dim=1) + torch.tensor([len(a) for a in answers])).tolist()
         for (row, _), length in zip(lines, lengths, strict=True):
-            if self.max_length and length > self.max_length:
-                raise ConfigError(
-                    f"{row.key}: needs {length} tokens, model.max_length is {self.max_length}; set it to {length} or "
-                    "more, an answer is never cut",
-                    key=row.key,
-                )
+            require_fit(row.key, length, self.max_length)
         inputs, labels = append_answers(prompts, answers, pad_id=self.pad_id, answer_values=self.answer_values)
         for i, (row, _) in enumerate(lines):
             if row.masked:
@@ -112,27 +108,13 @@ class Collator:
         Raises:
             ConfigError: names the number of samples that do not fit, one of them, and the length that would do.
         """
-        if not self.max_length:
-            return
-        num_samples, too_long, largest, example = 0, 0, 0, ""
-        prompt_lengths: dict[tuple[int, int], int] = {}
-        for key, width, height, captions in samples:
-            num_samples += 1
-            if (width, height) not in prompt_lengths:
-                prompt_lengths[width, height] = self._prompt_length(width, height)
-            length = prompt_lengths[width, height]
-            # A token is at least a byte: most captions need not be encoded to know that they fit.
-            room = self.max_length - length - len(self.prompt.lead) - 2
-            length += max((self._answer_length(c) for c in captions if len(c.encode()) > room), default=0)
-            if length > self.max_length:
-                too_long += 1
-                example = example or f"{key} needs {length}"
-                largest = max(largest, length)
-        if too_long:
-            raise ConfigError(
-                f"model.max_length is {self.max_length}: {too_long} of {num_samples} samples do not fit, {example} "
-                f"tokens; set it to {largest} or more, an answer is never cut"
-            )
+        require_all_fit(
+            samples,
+            self.max_length,
+            prompt_length=self._prompt_length,
+            answer_length=self._answer_length,
+            added=len(self.prompt.lead) + 2,
+        )
 
     def _answer_length(self, caption: str) -> int:
         return len(answer_ids(self.processor.tokenizer, self.prompt, caption))

@@ -6,8 +6,10 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shards.errors import ConfigError
@@ -60,19 +62,30 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Official name and tensor of all weights that the model uses, one at a time.
 
     A tensor lies in its file until it is copied, and no longer than until the next one is asked for.
+
+    Raises:
+        ConfigError: a file is missing, damaged, or holds more than weights; nothing that lies in one is run.
     """
     for path in weight_files(folder):
-        if path.suffix == ".safetensors":
-            from safetensors import safe_open
+        try:
+            for name, tensor in _tensors_in(path):
+                if not UNUSED.search(name):
+                    yield name, tensor
+        except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{path}: cannot be read as weights alone: {reason}; fetch it again", path=path
+            ) from error
 
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    if not UNUSED.search(name):
-                        yield name, file.get_tensor(name)
-        else:
-            # Old files are no zip archives, and only those can stay on disk.
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-            yield from ((name, tensors[name]) for name in tensors if not UNUSED.search(name))
+
+def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
+    else:
+        # Old files are no zip archives, and only those can stay on disk.
+        yield from torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)).items()
 
 
 def empty_model(config: XComposerConfig) -> XComposer:
