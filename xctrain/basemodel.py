@@ -37,10 +37,10 @@ def ensure_base_model(config: Config, reader: SplitReader) -> None:
 
 
 def open_family(config: Config) -> "Family":
-    """The base model in its family."""
+    """The base model in its family, with adapters beside it if the config wants them."""
     from xctrain import models
 
-    return models.open_family(config.model, base_model(config))
+    return models.open_family(config.model, base_model(config), config.adapter, config.train.seed)
 
 
 def _captions(reader: SplitReader) -> Iterator[str]:

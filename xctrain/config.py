@@ -92,7 +92,7 @@ class ModelConfig(_Section):
         16, description="xcomposer: tiles that the image encoder sees in one call; memory decides"
     )
     gradient_checkpointing: bool = Field(
-        False, description="xcomposer: compute each layer again in the backward pass; slower, in far less memory"
+        False, description="compute each layer again in the backward pass; a third slower, in far less memory"
     )
 
     @model_validator(mode="after")
@@ -103,13 +103,41 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _fields_of_family(self) -> "ModelConfig":
-        own = {"layout", "hd_num", "views_at_once", "gradient_checkpointing"}
+        own = {"layout", "hd_num", "views_at_once"}
         changed = sorted(
             n for n in own & self.model_fields_set if getattr(self, n) != type(self).model_fields[n].default
         )
         if self.family != "xcomposer" and changed:
             raise ValueError(f"model.{changed[0]} is for family xcomposer, the family is {self.family}; leave it out")
         return self
+
+
+class AdapterConfig(_Section):
+    """Small matrices that train beside a frozen base model (LoRA, QLoRA)."""
+
+    kind: Literal["none", "lora", "qlora"] = _trajectory(
+        "none",
+        "none: the base itself trains; lora: the base is frozen; qlora: frozen, the linear layers of its language model in "
+        "4 bits (nf4, scales quantised again), a quarter of their memory in bf16",
+    )
+    rank: PositiveInt = _trajectory(16, "inner size of the matrices; more learns more, in more memory")
+    alpha: PositiveFloat = _trajectory(32.0, "their product counts alpha / rank times; usually once or twice the rank")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = _trajectory(
+        0.05, "share of their inputs that is dropped; the common value"
+    )
+    targets: tuple[str, ...] = _trajectory(
+        ("*",),
+        "patterns of linear layers of the language model, as in `*.q_proj`; all of them, as attention alone learns less",
+    )
+    other_targets: tuple[str, ...] = _trajectory(
+        (), "patterns of linear layers elsewhere, as in `*.vision_tower.*`; none, as they see well before any training"
+    )
+    train_also: tuple[str, ...] = _trajectory(
+        (), "patterns of base parameters that train in full beside the adapter, as in `*projector*`"
+    )
+    compute: Literal["float32", "bfloat16", "float16"] = _trajectory(
+        "bfloat16", "qlora: type that 4-bit weights are multiplied in; float16 where a GPU lacks bfloat16"
+    )
 
 
 class TrainConfig(_Section):
@@ -186,9 +214,19 @@ class Config(_Section):
     data: DataConfig = DataConfig()
     order: OrderConfig = OrderConfig()
     model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
     train: TrainConfig
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _adapter_or_freeze(self) -> "Config":
+        if self.adapter.kind != "none" and self.model.freeze:
+            raise ValueError(
+                f"model.freeze is {list(self.model.freeze)}, adapter.kind is {self.adapter.kind}, which freezes the whole "
+                "base model; leave model.freeze empty and choose layers by adapter.targets"
+            )
+        return self
 
     def to_yaml(self) -> str:
         """The resolved config, readable by ``load_settings`` again."""

@@ -154,6 +154,7 @@ def start(
     import torch
 
     from xctrain import checkpoint, tensors
+    from xctrain.models.parameters import parameter_table
     from xctrain.optim import make_optimizer
     from xctrain.run import Run
 
@@ -165,6 +166,8 @@ def start(
     module.train()
     batch = loader.first_micro_batch(plan.state.samples_consumed).to(ranks.accelerator.device)
     model, optimizer = settle(ranks, module, batch, lambda: make_optimizer(module.parameters(), config.optim))
+    if ranks.is_main:
+        print(parameter_table(module), file=sys.stderr)
     if plan.point:
         tensors.load_weights(plan.point.path, module, every_trainable=True)
         tensors.load_optimizer(plan.point.path, module, optimizer.optimizer)

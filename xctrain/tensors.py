@@ -69,7 +69,7 @@ def load_weights(path: Path, module: nn.Module, *, every_trainable: bool) -> Non
     if odd := sorted((saved.keys() ^ expected) | (saved.keys() - parameters.keys())):
         raise CheckpointError(
             f"{path}: holds {len(saved)} trainable weights, the model has {len(expected)}; {len(odd)} names are on "
-            f"one side only, first {odd[0]}; use the model.path and model.freeze that the run began with",
+            f"one side only, first {odd[0]}; use the model.path, model.freeze and adapter that the run began with",
             path=path,
         )
     with torch.no_grad():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _ADAPTER = "default"  # peft's name of an adapter that has none
+_BLOCKS = (64, 32)  # numbers that share a scale: the usual 64 where it fits
 _KINDS_SHOWN = 12  # candidates in a refusal
 
 
@@ -93,17 +94,25 @@ def quantise(model: nn.Module, names: Iterable[str], compute: torch.dtype) -> No
 
     One layer after another, each freed as its short form stands. Nothing of it is ever saved: an export takes the base
     from its own files again.
+
+    Raises:
+        ConfigError: a layer's width is not a multiple of 32.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name in names:
         layer = model.get_submodule(name)
         assert type(layer) is nn.Linear
-        short = Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=compute, quant_type="nf4", device="meta"
-        )
-        data = layer.weight.data
-        weight = Params4bit(data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=short)
+        width, data = layer.in_features, layer.weight.data
+        # Numbers that share a scale must lie in one row: on CPUs with AVX-512, bitsandbytes 0.50 reads rows that are
+        # not whole blocks with scales of other rows, and says nothing.
+        block = next((size for size in _BLOCKS if width % size == 0), None)
+        if block is None:
+            raise ConfigError(
+                f"adapter.kind is qlora, {name} is {width} wide, not a multiple of {_BLOCKS[-1]}; use adapter.kind=lora"
+            )
+        short = Linear4bit(width, layer.out_features, bias=False, compute_dtype=compute, device="meta")
+        weight = Params4bit(data, blocksize=block, quant_type="nf4", compress_statistics=True, module=short)
         short.weight = weight.to(data.device)  # this is what quantises
         short.bias = layer.bias
         # Else captioning on a CPU re-packs the weights for good, in a form through which no gradient flows: training
