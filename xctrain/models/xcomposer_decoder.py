@@ -66,7 +66,7 @@ class KeyValueCache:
         self.max_length = max_length
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> Rotary:
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, the new ones included. Shapes: [B, N, T, D] in, [B, N, S, D] out."""
         held = self._layers[layer]
         if held is None:
