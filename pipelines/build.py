@@ -23,9 +23,9 @@ from pipelines.images import Images, open_images
 from pipelines.measure import Picture, measure
 from pipelines.plan import FileHashes, Slice, cut, list_files
 from pipelines.progress import Progress, progress_bar
-from pipelines.state import State, read_json, write_result
+from pipelines.state import SETTINGS, State, read_json, shard_files, write_result
 from pipelines.workers import Workers
-from shards.atomic import write_file
+from shards.atomic import write_file, written_aside
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
 from shards.sample import Sample, canonical_json
@@ -48,7 +48,13 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """The same for programs."""
-        return {**dataclasses.asdict(self), "out": str(self.out)}
+        return {
+            **vars(self),
+            "out": str(self.out),
+            "splits": dict(self.splits),
+            "rejected": dict(self.rejected),
+            "stale": list(self.stale),
+        }
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Summary":
@@ -100,7 +106,8 @@ class Build:
             self.workers = Workers(self.config.build.num_processes, lock)
             held.callback(self.state.sweep)
             held.callback(self.workers.close)
-            self.state.write("settings.json", self.settings)
+            if not self.state.published:  # else the folder is still what those settings made of it
+                self.state.write(SETTINGS, self.settings)
             self._held = held.pop_all()
         return self
 
@@ -171,10 +178,12 @@ class Build:
         staged = {name: result for name, (target, result) in places.items() if target == self.state.next}
         files = {MANIFEST: manifest.to_json(), "rejects.jsonl": rejects}
         unchanged = not staged and not (stale and self.config.build.overwrite) and _holds(self.config.out, files)
-        if not unchanged:
-            self._replace(staged, stale, rejects)
-            report.write(self.config, self.splits, manifest, results)
-            manifest.save(self.config.out)
+        if unchanged:
+            self.state.write(SETTINGS, self.settings)
+        else:
+            folders = {result["entry"]["name"]: target for target, result in places.values() if result["entry"]}
+            files |= report.files(self.config, self.splits, manifest, results, folders)
+            self._replace(files, staged, stale)
         shutil.rmtree(self.state.next, ignore_errors=True)
         left = () if self.config.build.overwrite else tuple(stale)
         return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, left)
@@ -194,15 +203,33 @@ class Build:
             path=self.config.out,
         )
 
-    def _replace(self, staged: Mapping[str, dict[str, Any]], stale: Sequence[str], rejects: bytes) -> None:
-        """From here to the manifest the folder is no dataset. A kill in between: the next run goes on from any point."""
-        (self.config.out / MANIFEST).unlink(missing_ok=True)
-        for name, result in staged.items():
-            self.state.adopt(name, result)
-        if self.config.build.overwrite:
-            for name in stale:
-                self.state.remove_shard(name)
-        write_file(self.config.out / "rejects.jsonl", rejects)
+    def _replace(self, files: Mapping[str, bytes], staged: Mapping[str, dict[str, Any]], stale: Sequence[str]) -> None:
+        """Put shards and ``files`` in place, the manifest last. What can fail is done before the old manifest goes.
+
+        Without a manifest the folder is no dataset; after a kill in between, the next run goes on from any point.
+        """
+        self._require_replaceable([*files, *(n for result in staged.values() for n in shard_files(result["entry"]))])
+        with ExitStack() as written:
+            for name, data in files.items():  # the first one is renamed last: the manifest
+                file = written.enter_context(written_aside(self.config.out / name))
+                file.write(data)
+                file.flush()
+            (self.config.out / MANIFEST).unlink(missing_ok=True)
+            self.state.write(SETTINGS, self.settings)
+            for name, result in staged.items():
+                self.state.adopt(name, result)
+            if self.config.build.overwrite:
+                for name in stale:
+                    self.state.remove_shard(name)
+
+    def _require_replaceable(self, names: Sequence[str]) -> None:
+        for path in (self.config.out / name for name in names):
+            if path.is_dir():
+                raise BuildError(
+                    f"{path}: is a folder where the build writes a file; nothing was replaced; move it away and run the "
+                    "build again, finished shards are kept",
+                    path=path,
+                )
 
 
 def _holds(out: Path, files: Mapping[str, bytes]) -> bool:

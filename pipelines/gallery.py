@@ -34,15 +34,15 @@ class Shown:
     tag: str = ""
 
 
-def kept(out: Path, manifest: Manifest, number: int) -> list[Shown]:
+def kept(folders: Mapping[str, Path], manifest: Manifest, number: int) -> list[Shown]:
     """The first samples of every shard in turn, until there are ``number``."""
-    per_shard = [_samples(out, entry, number) for entry in manifest.shards[:number]]
+    per_shard = [_samples(folders[entry.name], entry, number) for entry in manifest.shards[:number]]
     return list(islice((s for s in chain.from_iterable(zip_longest(*per_shard)) if s), number))
 
 
-def _samples(out: Path, entry: ShardEntry, number: int) -> list[Shown]:
+def _samples(folder: Path, entry: ShardEntry, number: int) -> list[Shown]:
     shown = []
-    with (out / entry.meta_name).open("rb") as lines, (out / entry.name).open("rb") as tar:
+    with (folder / entry.meta_name).open("rb") as lines, (folder / entry.name).open("rb") as tar:
         for line in islice(lines, -(-number // 4)):
             image, meta = (_payload(tar, part) for part in json.loads(line)["parts"])
             about = json.loads(meta)

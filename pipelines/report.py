@@ -14,7 +14,6 @@ from pipelines import gallery
 from pipelines.coco import Split
 from pipelines.config import BuildConfig
 from pipelines.measure import Picture
-from shards.atomic import write_file
 from shards.manifest import Manifest
 
 Counts = Mapping[str, int]
@@ -51,16 +50,23 @@ def count(stats: dict[str, Counter[str]], record: Mapping[str, Any], picture: Pi
         stats.setdefault(name, Counter()).update(values)
 
 
-def write(
-    config: BuildConfig, splits: Sequence[Split], manifest: Manifest, results: Sequence[Mapping[str, Any]]
-) -> None:
-    """Write report.json and report.html into the shard folder. Times and paths stand only here."""
+def files(
+    config: BuildConfig,
+    splits: Sequence[Split],
+    manifest: Manifest,
+    results: Sequence[Mapping[str, Any]],
+    folders: Mapping[str, Path],
+) -> dict[str, bytes]:
+    """report.json and report.html; ``folders`` says where each shard lies. Times and paths stand only here."""
     facts = summarise(config, splits, manifest, results)
-    write_file(config.out / "report.json", json.dumps(facts, indent=1).encode() + b"\n")
-    kept = gallery.kept(config.out, manifest, config.build.gallery)
+    kept = gallery.kept(folders, manifest, config.build.gallery)
     rejects = [row for result in results for row in result["rejects"]]
     rejected = gallery.rejected(splits, rejects, config.build.gallery, config.filters.max_pixels)
-    write_file(config.out / "report.html", render(facts, kept, rejected).encode())
+    return {
+        "report.json": json.dumps(facts, indent=1).encode("ascii") + b"\n",
+        # names of files may hold half a character pair, which UTF-8 has no bytes for
+        "report.html": render(facts, kept, rejected).encode("utf-8", "backslashreplace"),
+    }
 
 
 def summarise(

@@ -1,6 +1,6 @@
 """What a build knows about its folder: OUT/.build. It makes reruns cheap and safe; no reader of the dataset needs it.
 
-.build/settings.json       settings and sources of the build that the folder belongs to
+.build/settings.json       settings and sources of what is published, or of the build that will be the first to be
 .build/files.json          sha256 of every source file, by size and times
 .build/slices/NAME.json    a shard that is to be built: its records
 .build/results/NAME.json   a finished shard: digest of its records, manifest entry, rejections, statistics
@@ -12,18 +12,19 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pipelines.errors import BuildError
 from pipelines.plan import Slice
 from shards.atomic import write_file
-from shards.errors import ConfigError
+from shards.errors import ConfigError, UserError
 from shards.manifest import NAME as MANIFEST
-from shards.manifest import ShardEntry
+from shards.manifest import Manifest, ShardEntry
 from shards.sample import canonical_json
 
+SETTINGS = "settings.json"
 LOCK_PATIENCE_S = 10  # workers of a killed build end within moments
 
 
@@ -46,7 +47,15 @@ class State:
             raise ConfigError(f"{self.out}: is a file, expected a folder to write shards to; change out", path=self.out)
         if not self.out.is_dir() or not (strangers := [p.name for p in self.out.iterdir() if p.name != ".build"]):
             return
-        before = read_json(self.folder / "settings.json")
+        before = read_json(self.folder / SETTINGS)
+        if not isinstance(before, dict) and (manifest_id := self._published_id()):
+            if overwrite:
+                return
+            raise ConfigError(
+                f"{self.out}: holds the dataset {manifest_id[:16]} without its .build, so nothing tells from which source "
+                "it was made; replace it with build.overwrite=true, or choose another out",
+                path=self.out,
+            )
         if not isinstance(before, dict):
             raise ConfigError(
                 f"{self.out}: is not empty and was not written by this build (it holds {sorted(strangers)[0]}); "
@@ -126,7 +135,15 @@ class State:
 
     def stale(self, names: set[str]) -> list[str]:
         """Shards that an older build wrote and this one has no use for."""
-        return sorted(p.stem for p in (self.folder / "results").glob("*.json") if p.stem not in names)
+        older = {p.stem for p in (self.folder / "results").glob("*.json")}
+        with suppress(UserError):
+            older |= {shard.name.removesuffix(".tar") for shard in Manifest.load(self.out).shards}
+        return sorted(older - names)
+
+    def _published_id(self) -> str | None:
+        with suppress(UserError):
+            return Manifest.load(self.out).manifest_id
+        return None
 
     def write(self, name: str, value: Any) -> Path:
         """Write a JSON file below .build, unless it says so already."""

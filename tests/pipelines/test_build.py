@@ -176,6 +176,72 @@ def test_shards_that_fall_away_are_left_and_named_until_overwritten(photos, make
     assert verify(out) == []
 
 
+def test_what_was_published_keeps_its_settings_until_the_new_is_published(photos, make_config, data_files, tmp_path):
+    out = tmp_path / "out"
+    run_plain(make_config(photos, out))
+    before = data_files(out)
+    stricter = {"filters": {"min_side_px": 1000}, "build": {"overwrite": True}}
+    with pytest.raises(RejectShareError):
+        run_plain(make_config(photos, out, **stricter))
+    assert run_plain(make_config(photos, out)).unchanged
+    with Build(make_config(photos, out, build={"records_per_shard": 4, "overwrite": True})) as job:  # ends unpublished
+        job.build_shard(job.plan()[0])
+    assert run_plain(make_config(photos, out)).unchanged
+    assert data_files(out) == before
+
+
+@pytest.mark.parametrize("name", ["report.html", "train-000001.tar", "rejects.jsonl"])
+def test_a_folder_in_the_way_takes_nothing_away(photos, make_config, pictures, tmp_path, name):
+    source, out = copied(photos, tmp_path)
+    run_plain(make_config(source, out))
+    (out / name).unlink()
+    (out / name).mkdir()
+    manifest = (out / "manifest.json").read_bytes()
+    for path in (source / "train2017").iterdir():
+        path.write_bytes(pictures.encode(pictures.photo(int(path.stem) + 50)))
+    with pytest.raises(BuildError, match=f"{name}: is a folder where the build writes a file; nothing was replaced"):
+        run_plain(make_config(source, out))
+    assert (out / "manifest.json").read_bytes() == manifest
+    (out / name).rmdir()
+    run_plain(make_config(source, out))
+    assert verify(out) == []
+
+
+def test_a_report_that_cannot_be_made_takes_nothing_away(photos, make_config, data_files, tmp_path, monkeypatch):
+    source, out = copied(photos, tmp_path)
+    run_plain(make_config(source, out))
+    before = data_files(out)
+    path = source / "annotations" / "captions_train2017.json"
+    path.write_text(path.read_text().replace("seen once", "seen at last"))
+    with monkeypatch.context() as patch:
+        patch.setattr("pipelines.report.render", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_plain(make_config(source, out))
+    assert data_files(out) == before
+    assert not run_plain(make_config(source, out)).unchanged
+
+
+def test_half_a_character_pair_anywhere_crashes_nothing(coco, make_config, pictures, rejects, tmp_path):
+    names = [f"{i}.jpg" for i in range(4)]
+    captions = {"0.jpg": ["a \ud83d dog"]}
+    source = coco(tmp_path / "source", {n: pictures.encode(pictures.photo(i)) for i, n in enumerate(names)}, captions)
+    path = source / "annotations" / "captions_train2017.json"
+    path.write_text(path.read_text().replace("3.jpg", "\\ud83d.jpg"))
+    run_plain(make_config(source, tmp_path / "out"))
+    assert rejects(tmp_path / "out") == {"\ud83d.jpg": "missing_file"}
+    assert "\\ud83d.jpg" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_dataset_that_lost_its_build_folder_can_be_replaced(photos, make_config, data_files, built, tmp_path):
+    out = Path(shutil.copytree(built, tmp_path / "out", ignore=shutil.ignore_patterns(".build")))
+    manifest_id = Manifest.load(out).manifest_id
+    with pytest.raises(ConfigError, match=f"holds the dataset {manifest_id[:16]} without its .build, .*overwrite=true"):
+        run_plain(make_config(photos, out))
+    run_plain(make_config(photos, out, build={"records_per_shard": 12, "overwrite": True}))
+    assert sorted(p.name for p in out.glob("*.tar")) == ["train-000000.tar", "train-000001.tar", "val-000000.tar"]
+    assert verify(out) == []
+
+
 def test_a_folder_of_somebody_else_is_refused(photos, make_config, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     for overwrite in (False, True):

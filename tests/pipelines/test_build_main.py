@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from pipelines.__main__ import main
+from pipelines.build import Summary
+from pipelines.run import run_plain
 from shards import cli
 
 
@@ -22,6 +24,15 @@ def test_build_says_what_it_kept_and_rejected(config_file, capsys):
     assert "out: 29 kept (train 24, val 5), 0 rejected" in output
     assert cli.run(main, ["build", str(config_file), "--plain", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["unchanged"] is True
+
+
+def test_the_summary_survives_json(coco, make_config, pictures, tmp_path):
+    files = {f"{i}.jpg": pictures.encode(pictures.photo(i)) if i < 5 else b"" for i in range(8)}
+    summary = run_plain(make_config(coco(tmp_path / "source", files), tmp_path / "out"))
+    values = json.loads(json.dumps(summary.to_json()))
+    assert values["rejected"] == {"empty_file": 3}
+    assert str(Summary.from_json(values)) == str(summary)
+    assert "5 kept (train 5), 3 rejected (empty_file 3)" in str(summary)
 
 
 @pytest.mark.parametrize(
