@@ -62,8 +62,9 @@ def _held_out_beside(source: SourceConfig) -> HeldOutConfig | None:
 def _read_split(source: SourceConfig) -> Split:
     annotations, images = locate(source)
     if not images.exists():
+        name = _section(source)
         raise ConfigError(
-            f"{images}: there is no such folder or zip of images; check source.images or source.root", path=images
+            f"{images}: there is no such folder or zip of images; check {name}.images or {name}.root", path=images
         )
     records, counts = read_records(annotations.resolve(), annotations.stat().st_mtime_ns if annotations.exists() else 0)
     return Split(source.split, annotations, images, records, counts)
@@ -86,7 +87,7 @@ def _find_annotations(source: SourceConfig) -> Path:
         kind = "is a file" if source.root.exists() else "does not exist"
         raise ConfigError(
             f"{source.root}: {kind}, expected a folder in the official COCO layout "
-            "(annotations/captions_train2017.json, train2017/); give source.root, or source.annotations and source.images",
+            f"(annotations/captions_train2017.json, train2017/); {_ways(source)}",
             path=source.root,
         )
     part = "val" if source.split == "val" else "train"
@@ -96,7 +97,7 @@ def _find_annotations(source: SourceConfig) -> Path:
     seen = f"found {', '.join(p.name for p in found)}" if found else "found none"
     raise ConfigError(
         f"{source.root}: expected one annotations/captions_{part}*.json for split {source.split}, {seen}; "
-        "give source.annotations and source.images",
+        f"give {_section(source)}.annotations and {_section(source)}.images",
         path=source.root,
     )
 
@@ -104,14 +105,29 @@ def _find_annotations(source: SourceConfig) -> Path:
 def _find_images(source: SourceConfig, annotations: Path) -> Path:
     """``captions_train2017.json`` belongs to ``train2017/`` or ``train2017.zip``; ``images/`` serves any."""
     if source.root is None:
-        raise ConfigError(f"{annotations}: source.images is missing; give the folder or zip of its pictures")
+        raise ConfigError(
+            f"{annotations}: {_section(source)}.images is missing; give the folder or zip of its pictures"
+        )
     name = annotations.stem.removeprefix("captions_")
     places = [source.root / name, source.root / f"{name}.zip", source.root / "images" / name, source.root / "images"]
     for place in places:
         if place.exists():
             return place
     tried = ", ".join(str(p.relative_to(source.root)) for p in places)
-    raise ConfigError(f"{source.root}: no images found, tried {tried}; give source.images", path=source.root)
+    raise ConfigError(
+        f"{source.root}: no images found, tried {tried}; give {_section(source)}.images", path=source.root
+    )
+
+
+def _section(source: SourceConfig) -> str:
+    """The section of the config that the source stands in."""
+    return "held_out" if isinstance(source, HeldOutConfig) else "source"
+
+
+def _ways(source: SourceConfig) -> str:
+    name = _section(source)
+    other = ", or auto or none as held_out" if name == "held_out" else ""
+    return f"give {name}.root, or {name}.annotations and {name}.images{other}"
 
 
 @lru_cache(maxsize=4)  # the command line checks the file before Prefect starts, and need not read it twice

@@ -1,9 +1,10 @@
 """YAML and ``section.field=value`` to a validated config. Works with any pydantic model, which it only duck-types."""
 
 import difflib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 
 from shards.errors import ConfigError
 
@@ -15,6 +16,21 @@ class _Model(Protocol):
 
 M = TypeVar("M", bound=_Model)
 
+# What pydantic calls wrong values, in the words of a YAML file.
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "path_type": "a path",
+    "string_type": "a text",
+    "tuple_type": "a list",
+    "model_type": "a section with its own settings",
+}
+
 
 def load_settings(model: type[M], path: Path | None, overrides: Sequence[str] = ()) -> M:
     """The config in ``path``, or the defaults, with ``overrides`` on top.
@@ -25,7 +41,7 @@ def load_settings(model: type[M], path: Path | None, overrides: Sequence[str] = 
     """
     values = {} if path is None else read_yaml(path)
     for text in overrides:
-        apply_override(values, text)
+        apply_override(values, text, model)
     where = "the config" if path is None else str(path)
     return validate(model, values, where)
 
@@ -35,7 +51,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+        doubled = next(_doubled_keys(yaml.compose(text, Loader=yaml.SafeLoader), ""), None) if values else None
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a YAML file, see configs/"
@@ -44,6 +62,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as a YAML file: {error}", path=path) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}", path=path) from None
+    if doubled:
+        raise ConfigError(f"{path}: {doubled}; keep one of them", path=path)
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -53,9 +73,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def apply_override(values: dict[str, Any], text: str) -> None:
-    """Set one ``section.field=value`` in nested ``values``; the value is read as YAML, such as 3, true or [a, b]."""
-    import yaml
+def _doubled_keys(node: Any, prefix: str) -> Iterator[str]:
+    """Says of each key that stands twice in its mapping where; YAML would silently take the last."""
+    if node.id != "mapping":
+        for value in node.value if node.id == "sequence" else ():
+            yield from _doubled_keys(value, prefix)
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            yield f"{name} is set twice, in lines {lines[name]} and {line}"
+        lines[name] = line
+        yield from _doubled_keys(value, f"{name}.")
+
+
+def apply_override(values: dict[str, Any], text: str, model: Any = None) -> None:
+    """Set one ``section.field=value`` in nested ``values``.
+
+    A field of ``model`` that is a text or a path takes the value as it stands; an empty one or null means none. For every
+    other the value is read as YAML, such as 3, true or [a, b].
+    """
 
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
@@ -69,12 +107,57 @@ def apply_override(values: dict[str, Any], text: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"argument {text!r}: {section} is a value ({inner!r}), not a section")
         block = inner
+    block[field] = _text_value(model, (*sections, field), value)
+
+
+def _text_value(model: Any, path: Sequence[str], value: str) -> Any:
+    import yaml
+
+    annotation = _annotation(model, path)
+    kinds = _kinds(annotation)
+    if kinds & {str, Path}:
+        none = value in ("", "null") and (type(None) in kinds or (not value and Path in kinds))
+        return None if none else value
     try:
-        block[field] = yaml.safe_load(value)
+        read = yaml.safe_load(value)
     except yaml.YAMLError:
-        block[field] = value
-    if isinstance(block[field], str) and _is_float(block[field]):
-        block[field] = float(block[field])  # YAML reads 1e-4 as text, people mean a number
+        return value
+    if any(map(_fields, _members(annotation))) and read is not None and not isinstance(read, dict):
+        return value  # a section that may be given as one text, such as a path
+    if isinstance(read, str):
+        whole = value.strip()
+        if whole[:1] not in "\"'":
+            read = whole  # YAML cuts ` #3` off as a remark
+        if _is_float(read):
+            return float(read)  # YAML reads 1e-4 as text, people mean a number
+    return read
+
+
+def _annotation(model: Any, path: Sequence[str]) -> Any:
+    """The type of the field at ``path``, None where there is no such field."""
+    field = _fields(_section(model, path[:-1])).get(path[-1])
+    return None if field is None else field.annotation
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """What a field may hold as one value: str, Path, None; empty if it may hold anything else, which YAML can tell."""
+    members = _members(annotation)
+    kinds = {Path if isinstance(m, type) and issubclass(m, PurePath) else m for m in members}
+    return kinds if kinds <= {str, Path, type(None)} else set()
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The alternatives of a type: itself, or the members of a union, without what Annotated adds."""
+    if hasattr(annotation, "__metadata__"):
+        return _members(get_args(annotation)[0])
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if (
+        origin is Literal
+        or not arguments
+        or (isinstance(origin, type) and origin.__name__ not in ("Union", "UnionType"))
+    ):
+        return [annotation]
+    return [member for argument in arguments for member in _members(argument)]
 
 
 def _is_float(text: str) -> bool:
@@ -92,24 +175,66 @@ def validate(model: type[M], values: Mapping[str, Any], where: str) -> M:
     except ValueError as error:
         if not hasattr(error, "errors"):
             raise
-        findings = [_finding(model, item) for item in error.errors()]
-        raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(findings))) from None
+        findings = _other_command(model, values) or _findings(model, error.errors())
+        raise ConfigError(f"{where}: " + "; ".join(findings)) from None
 
 
-def _finding(model: Any, item: Mapping[str, Any]) -> str:
-    name = ".".join(str(part) for part in item["loc"])
+def _other_command(model: Any, values: Mapping[str, Any]) -> list[str]:
+    """The one thing to say of a file whose sections are mostly not ours."""
+    known = _fields(model)
+    unknown = [name for name in values if name not in known]
+    if len(unknown) < 2 or 2 * len(unknown) <= len(values):
+        return []
+    return [
+        f"its sections are {', '.join(map(str, values))}, expected {', '.join(known)}; it looks like the config of another "
+        "command: configs/build.yaml is for building shards, the others are for training"
+    ]
+
+
+def _findings(model: Any, items: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One sentence a setting; what the alternatives of a type expect is joined by "or"."""
+    expected: dict[str, list[str]] = {}
+    for item in items:
+        start, what = _finding(model, item)
+        if what not in expected.setdefault(start, []):
+            expected[start].append(what)
+    return [start + " or ".join(filter(None, what)) for start, what in expected.items()]
+
+
+def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
+    """What was found, and what was expected; the second is empty where that is all in one sentence."""
+    loc = _loc(model, item["loc"])
+    name = ".".join(map(str, loc))
     if item["type"] == "extra_forbidden":
-        known = sorted(_fields(_section(model, item["loc"][:-1])))
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        parent = ".".join(str(part) for part in item["loc"][:-1])
+        known = sorted(_fields(_section(model, loc[:-1])))
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1)
+        parent = ".".join(map(str, loc[:-1]))
         hint = f"did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"known here: {', '.join(known)}"
-        return f"{name} is not a setting; {hint}"
+        return f"{name} is not a setting; {hint}", ""
     if item["type"] == "missing":
-        return f"{name} is missing; set it in the file or with {name}=..."
+        return f"{name} is missing; set it in the file or with {name}=...", ""
     message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     if item["type"] == "value_error":
-        return message if not name or name in message else f"{name}: {message}"
-    return f"{name} is {item['input']!r}, expected {message}"
+        return (message if not name or name in message else f"{name}: {message}"), ""
+    if item["type"] == "string_pattern_mismatch":
+        message = f"a text like {item['ctx']['pattern'].strip('^$')}"
+        if simple := re.fullmatch(r"\^\[([^]]+)\]\+\$", item["ctx"]["pattern"]):
+            message = f"a text of {' '.join(re.findall('.-.|.', simple[1]))} only"
+    return f"{name} is {item['input']!r}, expected ", _EXPECTED.get(item["type"], message)
+
+
+def _loc(model: Any, loc: Sequence[Any]) -> list[Any]:
+    """A place as people write it: without the names that pydantic gives to the alternatives of a type."""
+    names: list[Any] = []
+    after_union = False
+    for part in loc:
+        if after_union and not isinstance(part, int):
+            after_union = False
+            continue
+        names.append(part)
+        members = [m for m in _members(_annotation(model, [str(n) for n in names])) if m is not type(None)]
+        after_union = len(members) > 1
+    return names
 
 
 def _section(model: Any, loc: Sequence[Any]) -> Any:

@@ -1,8 +1,9 @@
 import pytest
 
+from pipelines.coco import locate
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
 from shards.errors import ConfigError
-from shards.settings import load_settings, validate
+from shards.settings import apply_override, load_settings, validate
 
 
 def test_a_source_may_be_a_path_alone():
@@ -20,7 +21,12 @@ def test_a_source_may_be_a_path_alone():
         (["filters.norm_mean=[.inf, 0, 1]"], r"norm_mean: is \[inf, 0.0, 1.0\], expected finite numbers"),
         (["filters.norm_std=[.nan, 1, 1]"], r"norm_std: is \[nan, 1.0, 1.0\], expected finite numbers"),
         (["source.split=val", "held_out.root=x"], r"held_out.split is 'val', as source.split is"),
-        (["source.split=../x"], r"source.split is '../x'"),
+        (["source.split=../x"], r"source.split is '../x', expected a text of a-z 0-9 _ only"),
+        (["build.processes=x"], r"build.processes is 'x', expected a whole number or 'auto'$"),
+        (["build.processes=1.5"], r"build.processes is 1.5, expected a whole number or 'auto'$"),
+        (["held_out.roots=x"], r"held_out.roots is not a setting; did you mean held_out.root\?"),
+        (["build.overwrite=maybe"], r"build.overwrite is 'maybe', expected true or false$"),
+        (["out="], r"out is None, expected a path$"),
         (["filters.max_pixels=100000000000"], r"filters.max_pixels is 100000000000"),
     ],
 )
@@ -29,6 +35,55 @@ def test_wrong_settings_are_named_with_their_value(tmp_path, overrides, message)
     path.write_text("source:\n  root: data\nout: shards\n")
     with pytest.raises(ConfigError, match=message):
         load_settings(BuildConfig, path, overrides)
+
+
+AS_THEY_STAND = ["/x/run #3", "a: b", "2024-01-01", "123", "no", "~", "1e5", "[a]", "'a'", "a # b", "{a}", "x "]
+
+
+@pytest.mark.parametrize("text", AS_THEY_STAND)
+def test_a_path_or_text_on_the_command_line_is_taken_as_it_stands(text):
+    overrides = [f"source.root={text}", f"source.split={text}", f"out={text}"]
+    values: dict = {}
+    for override in overrides:
+        apply_override(values, override, BuildConfig)
+    assert values == {"source": {"root": text, "split": text}, "out": text}
+
+
+@pytest.mark.parametrize("text", ["/x/run #3", "2024-01-01", "123", "no", "1e5"])
+def test_a_source_given_as_a_path_alone_is_taken_as_it_stands(text):
+    config = load_settings(BuildConfig, None, [f"source={text}", f"held_out={text}", "out=o"])
+    assert str(config.source.root) == str(config.held_out.root) == text
+
+
+def test_the_other_values_are_yaml_and_optional_ones_may_be_none():
+    overrides = ["source.root=a", "source.images=null", "source.annotations=", "out=o", "build.processes=auto"]
+    overrides += ["filters.norm_std=[1, 2, 3]", "build.max_reject_share=1e-1", "build.overwrite=yes", "held_out=none"]
+    config = load_settings(BuildConfig, None, overrides)
+    assert (config.source.images, config.source.annotations, config.held_out) == (None, None, "none")
+    assert (config.filters.norm_std, config.build.max_reject_share, config.build.overwrite) == ((1, 2, 3), 0.1, True)
+
+
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path):
+    path = tmp_path / "build.yaml"
+    path.write_text("source: data\nout: a\nbuild:\n  seed: 1\n  processes: 2\n  seed: 2\n")
+    with pytest.raises(ConfigError, match=r"build.seed is set twice, in lines 4 and 6; keep one of them"):
+        load_settings(BuildConfig, path)
+
+
+def test_the_config_of_another_command_is_recognised(request):
+    with pytest.raises(
+        ConfigError, match=r"demo.yaml: its sections are run, .*it looks like the config of another"
+    ) as e:
+        load_settings(BuildConfig, request.config.rootpath / "configs" / "demo.yaml", ["source=a", "out=b"])
+    assert "is not a setting" not in str(e.value)
+
+
+def test_a_held_out_word_that_is_none_says_which_there_are():
+    config = load_settings(BuildConfig, None, ["source=a", "held_out=always", "out=b"])
+    with pytest.raises(
+        ConfigError, match=r"always: does not exist.* give held_out.root, .*, or auto or none as held_out"
+    ):
+        locate(config.held_out)
 
 
 def test_every_field_says_what_it_is_for():
