@@ -66,7 +66,8 @@ def list_shards(arguments: argparse.Namespace) -> int:
     _print_table(("shard", "split", "samples", "size", "sha256"), rows)
     for split, samples in manifest.splits.items():
         entries = manifest.of_split(split)
-        print(f"{split}: {samples} samples in {len(entries)} shards, {_size(sum(s.num_bytes for s in entries))}")
+        number = f"{cli.counted(samples, 'sample')} in {cli.counted(len(entries), 'shard')}"
+        print(f"{split}: {number}, {_size(sum(s.num_bytes for s in entries))}")
     print(f"manifest_id {manifest.manifest_id}")
     return 0
 
@@ -76,10 +77,15 @@ def show_sample(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from shards.atomic import write_file
-    from shards.find import find_key
+    from shards.find import find_key, require_index
 
+    if arguments.out and not arguments.out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{arguments.out}: there is no folder {arguments.out.parent}; make it, or choose another --out"
+        )
     reader, index = find_key(arguments.folder, _manifest(arguments.folder), arguments.key)
     shard, inside = reader.locate(index)
+    require_index(arguments.folder, shard)
     meta, sample = reader.meta(index), reader.read(index)
     answer = {
         "key": sample.key,
@@ -96,6 +102,8 @@ def show_sample(arguments: argparse.Namespace) -> int:
             out = out / f"{sample.key}.{sample.extension}"
         write_file(out, sample.image)
         answer["image"] = str(out)
+        if out.suffix.lower().removeprefix(".").replace("jpeg", "jpg") != sample.extension:
+            print(f"note: {out} holds a {sample.extension} picture", file=sys.stderr)
     _print_json(answer)
     return 0
 
@@ -118,10 +126,17 @@ def verify_folder(arguments: argparse.Namespace) -> int:
             print(finding)
     for path, count in shown.items():
         if count > MAX_SHOWN:
-            print(f"{path}: {count - MAX_SHOWN} more findings; --json lists them")
-    samples = f"{sum(manifest.splits.values())} samples in {len(manifest.shards)} shards"
+            print(f"{path}: {cli.counted(count - MAX_SHOWN, 'more finding')}; --json lists them")
+    samples = f"{cli.counted(sum(manifest.splits.values()), 'sample')} in {cli.counted(len(manifest.shards), 'shard')}"
     if findings:
-        print(f"{len(findings)} findings in {len(shown)} files, {samples}; run the build again to restore what differs")
+        advice = [
+            "remove what is not in the manifest, or build into another folder"
+            if any(f.stranger for f in findings)
+            else "",
+            "run the build again to restore what differs" if not all(f.stranger for f in findings) else "",
+        ]
+        found = f"{cli.counted(len(findings), 'finding')} in {cli.counted(len(shown), 'file')}"
+        print(f"{found}, {samples}; {'; '.join(filter(None, advice))}")
         return 1
     print(f"ok: {samples}, every byte as the manifest says")
     return 0
@@ -137,7 +152,8 @@ def print_stats(arguments: argparse.Namespace) -> int:
         _print_json(stats)
         return 0
     for split, values in stats["splits"].items():
-        print(f"{split}: {values['samples']} samples, {values['captions']} captions, {_size(values['bytes'])}")
+        number = f"{cli.counted(values['samples'], 'sample')}, {cli.counted(values['captions'], 'caption')}"
+        print(f"{split}: {number}, {_size(values['bytes'])}")
         for name in ("extensions", "flags"):
             counts = ", ".join(f"{key} {count}" for key, count in values[name].items())
             print(f"{name}: {counts or 'none'}")
@@ -156,9 +172,9 @@ def print_plan(arguments: argparse.Namespace) -> int:
     from shards.order import OrderSettings
     from shards.plan import make_plan
 
-    for name in ("gpus", "workers", "global_batch", "micro_batch"):
-        if getattr(arguments, name) < (0 if name == "workers" else 1):
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected 1 or more")
+    for name, least in (("gpus", 1), ("workers", 0), ("global_batch", 1), ("micro_batch", 1), ("seed", 0)):
+        if (value := getattr(arguments, name)) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected {least} or more")
     manifest = _manifest(arguments.folder)
     settings = OrderSettings(arguments.seed, arguments.fragment, arguments.window, arguments.lanes)
     splits = [arguments.split] if arguments.split else list(manifest.splits)

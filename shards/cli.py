@@ -1,11 +1,15 @@
 """What every command line of the project shares: errors as one paragraph, and exit codes."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from shards.errors import UserError
+from shards.errors import UserError, describe
+
+OURS = ("shards", "pipelines", "xctrain")
+STOPPED = 75
 
 
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -16,13 +20,24 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # no name or caption is odd enough to end a command
     try:
         return main(arguments)
     except UserError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{'' if error.exit_code == STOPPED else 'error: '}{error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if debug or not error.name or error.name.partition(".")[0] in OURS:
+            raise
+        print(
+            f"error: {sys.executable}: the Python package {error.name.partition('.')[0]} is not installed there; run "
+            "`make install` once, then `source .venv/bin/activate`, or call .venv/bin/python instead",
+            file=sys.stderr,
+        )
+        return 2
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -30,11 +45,16 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     except OSError as error:
         if debug:
             raise
-        print(f"error: {error.filename or 'system'}: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {describe(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,23 @@
 """Errors that a user can cause. Each message says where, what was found and expected, and what to do."""
 
+import errno
 from pathlib import Path
+
+_ADVICE = {
+    errno.EACCES: "give this user the right to it (`ls -ld` shows who has it), or choose another path",
+    errno.EPERM: "give this user the right to it (`ls -ld` shows who has it), or choose another path",
+    errno.EROFS: "choose a path on a disk that can be written to",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a part of the path is a file; check the path",
+    errno.EISDIR: "a folder stands where a file is expected; move it away, or choose another path",
+    errno.ELOOP: "its symbolic links lead in a circle; check the path",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ENOSPC: "free some space and run it again",
+    errno.EDQUOT: "free some space and run it again",
+    errno.EFBIG: "free some space, or raise the limit on the size of files, and run it again",
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`) and run it again",
+    errno.EIO: "the disk or its connection fails; check it, then run it again",
+}
 
 
 class UserError(Exception):
@@ -37,3 +54,13 @@ class DamagedSampleError(FormatError):
 
 class DuplicateKeyError(ShardsError):
     """A key that is already in the dataset was written again."""
+
+
+def describe(error: OSError) -> str:
+    """An error of the system as where, what and what to do: ``train-000003.tar: No space left on device; free ...``."""
+    where = str(error.filename or "system")
+    folder, slash, name = where.rpartition("/")
+    if name.startswith(".") and name.endswith(".tmp"):  # shards.atomic: what is written aside is meant for another name
+        where = f"{folder}{slash}{name[1:].removesuffix('.tmp')}"
+    advice = _ADVICE.get(error.errno or 0)
+    return f"{where}: {error.strerror or error}" + (f"; {advice}" if advice else "")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shards.errors import FormatError
+from shards.errors import FormatError, describe
 from shards.ustar import BLOCK, END
 
 REBUILD = "run the build again, it redoes only what does not match"
@@ -32,6 +32,8 @@ def read_index(path: Path, num_samples: int, tar_bytes: int) -> NDArray[np.int64
         raw = path.read_bytes()
     except FileNotFoundError:
         raise FormatError(f"{path}: the index is missing; {REBUILD}", path=path) from None
+    except OSError as error:
+        raise FormatError(f"{describe(error)}; or {REBUILD}", path=path) from None
     expected = 8 * (num_samples + 1)
     if len(raw) != expected:
         raise FormatError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shards.atomic import write_file
-from shards.errors import ConfigError, FormatError, ShardsError
+from shards.errors import ConfigError, FormatError, ShardsError, describe
 from shards.sample import canonical_json
 
 NAME = "manifest.json"
@@ -115,6 +115,8 @@ class Manifest:
             raw = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{folder}: {_why_no_manifest(folder)}", path=folder) from None
+        except OSError as error:
+            raise FormatError(describe(error), path=path) from None
         try:
             content = json.loads(raw)
         except ValueError as error:

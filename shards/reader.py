@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shards import ustar
-from shards.errors import DamagedSampleError, FormatError
+from shards.errors import DamagedSampleError, FormatError, describe
 from shards.index import REBUILD, read_index
 from shards.manifest import Manifest, ShardEntry
 from shards.sample import Sample
@@ -168,6 +168,8 @@ class OpenShard:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise FormatError(f"{path}: is missing, the manifest lists its shard; {REBUILD}", path=path) from None
+        except OSError as error:
+            raise FormatError(f"{describe(error)}; or {REBUILD}", path=path) from None
         self._descriptors.append(descriptor)
         return descriptor, os.fstat(descriptor).st_size
 

@@ -1,6 +1,7 @@
 """Rechecks every byte of a shard folder against its manifest."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from shards import ustar
+from shards.cli import counted
 from shards.index import index_problem
-from shards.manifest import Manifest, ShardEntry
+from shards.manifest import NAME, Manifest, ShardEntry
 from shards.reader import MismatchError, SampleMeta, checked_payloads, parse_meta
+
+MAX_SHOWN = 120  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Finding:
     path: str
     key: str | None
     problem: str
+    stranger: bool = False  # not of this dataset: building again will not remove it
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}" if self.key is None else f"{self.path}: {self.key}: {self.problem}"
@@ -32,12 +37,7 @@ def verify(folder: Path) -> list[Finding]:
         ConfigError, FormatError: the manifest itself cannot be read.
     """
     manifest = Manifest.load(folder)
-    listed = {shard.name for shard in manifest.shards}
-    findings = [
-        Finding(path.name, None, "is not in the manifest; remove it, or readers that go by file names will read it")
-        for path in sorted(folder.glob("*.tar"))
-        if path.name not in listed
-    ]
+    findings = [*_check_manifest(folder, manifest), *_strangers(folder, manifest)]
     seen: dict[str, str] = {}
     for entry in manifest.shards:
         lines = _meta_lines(folder, entry, findings)
@@ -51,8 +51,43 @@ def verify(folder: Path) -> list[Finding]:
     return findings
 
 
+def _check_manifest(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+    """Every field, also those that repeat what the shards say; the settings against those that the build remembers."""
+    found, expected = json.loads((folder / NAME).read_bytes()), json.loads(manifest.to_json())
+    for name in dict.fromkeys((*expected, *found)):
+        if found.get(name) != expected.get(name):
+            yield Finding(
+                NAME, None, f"{name} is {_short(found.get(name))}, its shards give {_short(expected.get(name))}"
+            )
+    try:
+        remembered = json.loads((folder / ".build" / "settings.json").read_bytes())
+    except (OSError, ValueError):  # not copied along, or not the build's any more
+        return
+    for name, value in manifest.settings.items():
+        if isinstance(remembered, dict) and remembered.get(name) != value:
+            built = _short(remembered.get(name))
+            yield Finding(NAME, None, f"settings: {name} is {_short(value)}, .build/settings.json says {built}")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _strangers(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+    listed = {shard.name for shard in manifest.shards}
+    for path in sorted(folder.glob("*.tar")):
+        if path.name not in listed:
+            problem = "is not in the manifest; remove it, or readers that go by file names will read it"
+            yield Finding(path.name, None, problem, stranger=True)
+
+
 def _meta_lines(folder: Path, entry: ShardEntry, findings: list[Finding]) -> list[SampleMeta | None]:
-    """The parsed meta.jsonl, None for a line that cannot be; what is wrong goes to ``findings``."""
+    """The parsed meta.jsonl, None for a line that cannot be; what is wrong goes to ``findings``.
+
+    A list that is not the one that was written is no witness against index and tar: then there are no lines.
+    """
+    before = len(findings)
     raw = _read(folder, entry.meta_name, entry.meta_sha256, findings)
     if raw is None:
         return []
@@ -67,7 +102,7 @@ def _meta_lines(folder: Path, entry: ShardEntry, findings: list[Finding]) -> lis
         findings.append(
             Finding(entry.meta_name, None, f"has {len(lines)} lines, the manifest says {entry.num_samples}")
         )
-    return lines
+    return lines if len(findings) == before else []
 
 
 def _check_index(folder: Path, entry: ShardEntry, lines: list[SampleMeta | None]) -> Iterator[Finding]:
@@ -92,8 +127,17 @@ def _check_index(folder: Path, entry: ShardEntry, lines: list[SampleMeta | None]
 def _check_tar(folder: Path, entry: ShardEntry, lines: list[SampleMeta | None]) -> Iterator[Finding]:
     path = folder / entry.name
     if not path.is_file():
-        yield Finding(entry.name, None, f"is missing, the manifest lists it with {entry.num_samples} samples")
+        what = "is missing" if not path.exists() else "is no file"
+        samples = counted(entry.num_samples, "sample")
+        yield Finding(entry.name, None, f"{what}, the manifest lists it with {samples}")
         return
+    try:
+        yield from _check_members(path, entry, lines)
+    except OSError as error:
+        yield Finding(entry.name, None, f"cannot be read: {error.strerror or error}")
+
+
+def _check_members(path: Path, entry: ShardEntry, lines: list[SampleMeta | None]) -> Iterator[Finding]:
     num_bytes = path.stat().st_size
     if num_bytes != entry.num_bytes:
         yield Finding(entry.name, None, f"has {num_bytes} bytes, the manifest says {entry.num_bytes}")
@@ -133,6 +177,9 @@ def _read(folder: Path, name: str, sha256: str, findings: list[Finding]) -> byte
         raw = (folder / name).read_bytes()
     except FileNotFoundError:
         findings.append(Finding(name, None, "is missing, the manifest lists its shard"))
+        return None
+    except OSError as error:
+        findings.append(Finding(name, None, f"cannot be read: {error.strerror or error}"))
         return None
     found = hashlib.sha256(raw).hexdigest()
     if found != sha256:

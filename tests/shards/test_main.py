@@ -62,9 +62,48 @@ def test_show_finds_every_sample(dataset: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_show_of_an_unknown_key_names_the_nearest(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "show", dataset, "00000000007")
+    code, _, err = run(capsys, "show", dataset, "0x0000000007")
     assert code == 1
-    assert "key 00000000007 is not among its 12 samples; nearest keys: 000000000007" in err
+    assert "key 0x0000000007 is not among its 12 samples; nearest keys: 000000000007" in err
+
+
+def test_show_fills_up_the_zeros_of_a_number(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "show", dataset, "7")
+    assert (code, answer["key"]) == (0, "000000000007")
+
+
+def test_show_names_the_kind_of_a_picture_under_another_suffix(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "show", golden / "shards", "000003703701", "--out", tmp_path / "p.jpeg")
+    assert (code, err) == (0, f"note: {tmp_path / 'p.jpeg'} holds a png picture\n")
+
+
+@pytest.mark.parametrize("suffix", [".tar.idx", ".meta.jsonl"])
+@pytest.mark.parametrize("harm", ["missing", "changed", "folder"])
+def test_show_blames_the_file_that_is_damaged(
+    dataset: Path, capsys: pytest.CaptureFixture[str], suffix: str, harm: str
+) -> None:
+    path = dataset / f"train-000000{suffix}"
+    raw = path.read_bytes()
+    path.unlink()
+    if harm == "changed":
+        path.write_bytes(raw.replace(b"1", b"2") if suffix == ".meta.jsonl" else bytes(8) + b"\1" + raw[9:])
+    if harm == "folder":
+        path.mkdir()
+    code, _, err = run(capsys, "show", dataset, "000000000001")
+    assert code == 1
+    what = {"missing": "No such file", "changed": "sha256 is", "folder": "Is a directory"}[harm]
+    assert err.startswith(f"error: {path}: {what}")
+    assert run(capsys, "show", dataset, "000000000005")[0] == 0  # the other shards are whole
+
+
+def test_verify_says_what_to_do_about_somebody_elses_tar(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (dataset / "train-000009.tar").write_bytes(b"")
+    code, out, _ = run(capsys, "verify", dataset)
+    assert code == 1
+    assert "1 finding in 1 file, 12 samples in 3 shards; remove what is not in the manifest" in out
+    assert "run the build again" not in out
 
 
 def test_nearest_keys_may_lack_their_zeros() -> None:
@@ -169,6 +208,9 @@ def test_expected_number_of_shards_is_that_of_drawing() -> None:
             r"split 'test' is not in the dataset; it has: train \(12 samples\)",
         ),
         (["plan", "DIR/shards", "--gpus", "0"], "--gpus is 0, expected 1 or more"),
+        (["plan", "DIR/shards", "--workers", "-1"], "--workers is -1, expected 0 or more"),
+        (["plan", "DIR/shards", "--seed", "-1"], "--seed is -1, expected 0 or more"),
+        (["show", "DIR/shards", "000000000001", "--out", "DIR/none/x.jpg"], "none/x.jpg: there is no folder"),
         (["plan", "DIR/shards", "--lanes", "0"], r"order\.lanes is 0, expected 1 or more"),
     ],
 )

@@ -146,6 +146,46 @@ def test_a_sample_list_that_is_too_short_is_a_finding(dataset: Path) -> None:
     assert "train-000001.meta.jsonl: has 2 lines, the manifest says 3" in lines(verify(dataset))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"splits": {\n  "train": 12',
+            '"splits": {\n  "train": 13',
+            'splits is {"train": 13}, its shards give {"train": 12}',
+        ),
+        ('"nsamples": 4', '"nsamples": 5', "shardlist is [{"),
+        ('"wids_version": 1', '"wids_version": 2', "wids_version is 2, its shards give 1"),
+        ('"seed": 1', '"seed": 2', "settings: seed is 2, .build/settings.json says 1"),
+        ('"wids_version"', '"mine": 1, "wids_version"', "mine is 1, its shards give null"),
+    ],
+)
+def test_an_edited_manifest_is_a_finding(dataset: Path, old: str, new: str, message: str) -> None:
+    (dataset / ".build").mkdir()
+    (dataset / ".build" / "settings.json").write_text('{"seed": 1, "sources": {"train": "a"}}')
+    assert verify(dataset) == []
+    text = (dataset / "manifest.json").read_text()
+    assert old in text
+    (dataset / "manifest.json").write_text(text.replace(old, new, 1))
+    assert starts(verify(dataset), f"manifest.json: {message}")
+
+
+@pytest.mark.parametrize("name", ["train-000001.tar.idx", "train-000001.meta.jsonl"])
+def test_an_intact_tar_is_not_blamed_for_its_companions(dataset: Path, name: str) -> None:
+    raw = (dataset / name).read_bytes()
+    (dataset / name).write_bytes(raw.replace(b"1", b"2") if name.endswith("jsonl") else b"\1" + raw[1:])
+    found = verify(dataset)
+    assert {f.path for f in found} == {name}
+    assert found[0].problem.startswith("sha256 is ")
+
+
+@pytest.mark.parametrize("name", ["train-000001.tar", "train-000001.tar.idx", "train-000001.meta.jsonl"])
+def test_a_folder_in_place_of_a_file_is_a_finding(dataset: Path, name: str) -> None:
+    (dataset / name).unlink()
+    (dataset / name).mkdir()
+    assert {f.path for f in verify(dataset)} == {name}
+
+
 def test_a_key_in_two_shards_is_a_finding(tmp_path: Path, make_sample: MakeSample) -> None:
     entries = []
     for name, numbers in (("train-000000", (1, 2)), ("val-000000", (3, 2))):
