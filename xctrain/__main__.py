@@ -1,4 +1,4 @@
-"""The command line: train, launch, evaluate, audit, batch, caption, report, doctor."""
+"""The command line: train, launch, evaluate, audit, batch, caption, export, report, doctor."""
 
 import argparse
 import json
@@ -55,6 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     caption.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="picture files or folders of them")
     caption.add_argument("--json", action="store_true", help="one JSON line a picture")
     caption.add_argument("--out", type=Path, help="write to this file instead of the screen")
+    export = add_run("export", _export, "write a checkpoint as a model folder, its adapter merged into the base")
+    export.add_argument("out", type=Path, metavar="OUT", help="new folder, which the Hugging Face Auto classes load")
+    export.add_argument("--checkpoint", type=Path, metavar="DIR", help="checkpoint, the run's newest unless given")
+    export.add_argument("--base", type=Path, metavar="DIR", help="where the base model lies now, if it was moved")
+    export.add_argument("--image", type=Path, help="picture to compare on, the first sample of the run unless given")
+    export.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights; as model.dtype"
+    )
+    export.add_argument("--json", action="store_true", help="print what was done as JSON")
     report = add_run("report", _report, "make the run's report.html")
     report.add_argument("--out", type=Path, help="file to write, RUN/report.html unless given")
     doctor = add("doctor", _doctor, "test this machine, with one next step for each finding")
@@ -145,6 +154,23 @@ def _caption(arguments: argparse.Namespace) -> int:
     from xctrain.session import caption_images
 
     return caption_images(arguments.run, arguments.images, as_json=arguments.json, out=arguments.out)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from xctrain import export
+
+    result = export.export(
+        arguments.run,
+        arguments.out,
+        which=arguments.checkpoint,
+        base=arguments.base,
+        image=arguments.image,
+        dtype=arguments.dtype,
+    )
+    print(json.dumps(asdict(result), indent=1) if arguments.json else export.as_text(result, arguments.out))
+    return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -55,6 +55,12 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
         save_file(tensors, path)
     except SafetensorError as error:
         raise OSError(None, str(error), str(path)) from error
+
+
+def names_in(path: Path) -> list[str]:
+    """Names of the tensors in a safetensors file; only its header is read."""
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
 
 
 def load_weights(path: Path, module: nn.Module, *, every_trainable: bool) -> None:

@@ -16,7 +16,7 @@ ORDER = re.findall(
     r"\w+",
     """
     errors config state log prompt loss ptb scores collate processes loader models basemodel optim rng ranks tensors
-    checkpoint resume evaluate run badbatch loop start audit charts history report session launch doctor demo __main__
+    checkpoint resume evaluate run badbatch loop start audit charts history report session export launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.

@@ -134,8 +134,9 @@ def merge(model: nn.Module) -> int:
         assert plain.weight.is_floating_point(), name
         layer.merge()
         replace_layer(model, name, plain)
-    if adapted:
-        del model.peft_config
+    for module in model.modules():
+        if hasattr(module, "peft_config"):
+            del module.peft_config
     return len(adapted)
 
 
