@@ -17,7 +17,7 @@ install: $(READY) ## set up .venv from the lock file
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) found, 3.11 or newer is needed: apt-get install python3 python3-venv, or make PYTHON=python3.11 ..." >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: the venv module is missing: apt-get install python3-venv" >&2; exit 2; }
-	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PY) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear .venv  # a broken one is made again
 	@echo "installing into .venv (some minutes and 6 GB the first time)"
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -40,8 +40,8 @@ sample-shards: $(READY) ## the sample dataset as shards in data/sample-shards
 	$(PY) -m pipelines sample --out data/sample
 	$(PY) -m pipelines build $(BUILD_CONFIG) source.root=data/sample out=data/sample-shards
 
-serve: $(READY) ## Prefect server, worker and deployment on this machine
-	$(PY) -m pipelines serve
+serve: $(READY) ## Prefect server, worker and deployment on this machine [ARGS="--port 4300"]
+	$(PY) -m pipelines serve $(ARGS)
 
 test: $(READY) ## CPU tests, under 15 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)

@@ -68,7 +68,10 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
 def _sample(arguments: argparse.Namespace) -> int:
     from pipelines.sample import draw_dataset
+    from shards.errors import ConfigError
 
+    if arguments.images < 1:
+        raise ConfigError(f"--images is {arguments.images}, expected 1 or more")
     counts = draw_dataset(arguments.out, arguments.images, arguments.seed)
     print(f"{arguments.out}: {', '.join(f'{count} {split}' for split, count in counts.items())} pictures")
     return 0

@@ -23,9 +23,10 @@ from pipelines.images import Images, open_images
 from pipelines.measure import Picture, measure
 from pipelines.plan import FileHashes, Slice, cut, list_files
 from pipelines.progress import Progress, progress_bar
-from pipelines.state import SETTINGS, State, read_json, shard_files, write_result
+from pipelines.state import SETTINGS, State, read_checked, shard_files, write_checked, write_result
 from pipelines.workers import Workers
 from shards.atomic import write_file, written_aside
+from shards.errors import ConfigError, describe
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
 from shards.sample import Sample, canonical_json
@@ -84,6 +85,16 @@ class Build:
 
     def __init__(self, config: BuildConfig) -> None:
         self.config = config
+        try:
+            self._read_input()
+        except OSError as error:  # what no rule of ours has a better word for, such as missing rights
+            raise ConfigError(describe(error), path=error.filename) from None
+        self.slices: list[Slice] = []
+        self._held = ExitStack()
+        self.workers: Workers
+
+    def _read_input(self) -> None:
+        config = self.config
         self.splits: tuple[Split, ...] = read_splits(config)
         self.listings = [list_files(split) for split in self.splits]
         self.state = State(config.out)
@@ -92,9 +103,6 @@ class Build:
             "sources": {s.name: str(s.annotations.resolve()) for s in self.splits},
         }
         self.state.check(self.settings, config.build.overwrite)
-        self.slices: list[Slice] = []
-        self._held = ExitStack()
-        self.workers: Workers
 
     @property
     def num_records(self) -> int:
@@ -118,9 +126,12 @@ class Build:
 
     def plan(self, progress: Progress = lambda count: None) -> list[str]:
         """Names of the shards that have to be built; the others are finished. Counts their records as progress."""
-        hashes = FileHashes(read_json(self.state.folder / "files.json") or {})
+        path = self.state.folder / "files.json"
+        known = read_checked(path) or {}
+        hashes = FileHashes(known)
         per_split = [hashes.of(listing, self._hash_files) for listing in self.listings]
-        self.state.write("files.json", hashes.remembered(self.listings))
+        if (remembered := hashes.remembered(self.listings)) != known:
+            write_checked(path, remembered)
         self.slices = cut(self.config, self.splits, per_split)
         images = {split.name: str(split.images.resolve()) for split in self.splits}
         todo = []
@@ -266,9 +277,8 @@ def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, i
     try:
         return _build_slice(order, progress)
     except OSError as error:  # a failing write names no file
-        where = error.filename or Path(order["folder"]) / f"{order['name']}.tar"
-        advice = "free some space and run the build again, finished shards are kept"
-        raise BuildError(f"{where}: {error.strerror}; {advice}", path=where) from None
+        error.filename = error.filename or str(Path(order["folder"]) / f"{order['name']}.tar")
+        raise BuildError(f"{describe(error)}; finished shards are kept", path=error.filename) from None
 
 
 def _build_slice(order: Mapping[str, Any], progress: Progress) -> dict[str, int]:

@@ -15,8 +15,3 @@ class InterruptedBuildError(BuildError):
     """A signal ended the build. Finished shards are kept, so the same command goes on from there."""
 
     exit_code = 75
-
-
-def describe(error: OSError) -> str:
-    """Where and what, of an error of the system: ``data/shards/train-000003.tar: No space left on device``."""
-    return f"{error.filename or 'system'}: {error.strerror or error}"

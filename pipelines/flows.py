@@ -8,6 +8,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from pipelines import prefect_api
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
 from pipelines.progress import progress_bar
@@ -28,6 +29,8 @@ def build_shards(
     filters: FilterConfig = FilterConfig(),  # noqa: B008
 ) -> dict[str, Any]:
     """COCO Captions to filtered, NaN-checked WebDataset shards. The parameters are the fields of the build config."""
+    prefect_api.end_with_server()
+    prefect_api.say_in_one_paragraph()
     config = BuildConfig.model_validate(
         {"source": source, "out": out, "held_out": held_out, "build": build, "filters": filters}
     )

@@ -1,5 +1,6 @@
 """The image files of a source: a folder, or a zip of one, read in place. Both give the same bytes and verdicts."""
 
+import errno
 import os
 import stat
 import zipfile
@@ -35,6 +36,8 @@ def open_images(path: Path) -> Images:
         return FolderImages(path)
     if not path.exists():
         raise ConfigError(f"{path}: there is no such folder or zip of images; check source.images", path=path)
+    with path.open("rb"):
+        pass  # what may not be read is not for that reason no zip
     if not zipfile.is_zipfile(path):
         raise ConfigError(f"{path}: is neither a folder nor a zip; source.images must be one of them", path=path)
     return ZipImages(path)
@@ -45,7 +48,11 @@ def unsafe(file_name: object) -> Rejection | None:
     if not isinstance(file_name, str) or not file_name:
         return Rejection(Reason.MISSING_FILE, f"file_name is {file_name!a}, expected a name")
     path = PurePosixPath(file_name)
-    if path.is_absolute() or ".." in path.parts or "\0" in file_name or "\\" in file_name:
+    if "\0" in file_name:
+        return Rejection(Reason.MISSING_FILE, "file_name holds a NUL, which no name of a file can")
+    if "\\" in file_name:
+        return Rejection(Reason.MISSING_FILE, "file_name holds a backslash, expected / between folders")
+    if path.is_absolute() or ".." in path.parts:
         return Rejection(Reason.MISSING_FILE, "file_name leads out of the images folder; it was not followed")
     if any(0xD800 <= ord(c) < 0xE000 for c in file_name):
         return Rejection(Reason.MISSING_FILE, "file_name is not valid Unicode")
@@ -64,7 +71,7 @@ class FolderImages:
         except OSError as error:
             return _rejected(error)
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device would wait for ever
-            return Rejection(Reason.UNREADABLE_FILE, "is not a regular file")
+            return _no_file()
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def read(self, file_name: str) -> bytes | Rejection:
@@ -90,20 +97,29 @@ class ZipImages:
         tops = {name.partition("/")[0] if "/" in name else "" for name in members if not name.startswith("__MACOSX/")}
         if len(tops) == 1 and (top := tops.pop()):
             members |= {name.removeprefix(f"{top}/"): member for name, member in members.items()}
-        return members
+        return {str(PurePosixPath(name)): member for name, member in members.items()}
+
+    @cached_property
+    def _folders(self) -> set[str]:
+        return {str(parent) for name in self._members for parent in PurePosixPath(name).parents}
 
     def stamp(self, file_name: str) -> Stamp | Rejection:
         if verdict := unsafe(file_name):
             return verdict
-        if (member := self._members.get(file_name)) is None:
-            return _missing()
+        name = str(PurePosixPath(file_name))  # ./a.jpg and b//c.jpg name what they name in a folder
+        if (member := self._members.get(name)) is None:
+            return _no_file() if name in self._folders else _missing()
         return member.file_size, member.CRC
 
     def read(self, file_name: str) -> bytes | Rejection:
         try:
-            return self._zip.read(self._members[file_name])
+            return self._zip.read(self._members[str(PurePosixPath(file_name))])
         except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError, zlib.error) as error:
             return Rejection(Reason.UNREADABLE_FILE, _one_line(f"in the zip: {error}").replace(str(self._path), "zip"))
+
+
+def _no_file() -> Rejection:
+    return Rejection(Reason.UNREADABLE_FILE, "is not a regular file")
 
 
 def _missing() -> Rejection:
@@ -111,7 +127,7 @@ def _missing() -> Rejection:
 
 
 def _rejected(error: OSError) -> Rejection:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ENAMETOOLONG:
         return _missing()
     return Rejection(Reason.UNREADABLE_FILE, os.strerror(error.errno) if error.errno else type(error).__name__)
 

@@ -45,6 +45,12 @@ def list_files(split: Split) -> Listing:
     """
     images = open_images(split.images)
     stamps = tuple(_stamp(images, record) for record in split.records)
+    if all(isinstance(s, Rejection) and s.reason is Reason.UNREADABLE_FILE for s in stamps):
+        raise ConfigError(
+            f"{split.images}: none of the {len(stamps)} images of {split.annotations} can be read, for example "
+            f"{split.records[0].file_name!a}; give this user the right to read them",
+            path=split.images,
+        )
     if all(isinstance(s, Rejection) and s.reason is Reason.MISSING_FILE for s in stamps):
         first = split.records[0].file_name
         raise ConfigError(
@@ -66,7 +72,7 @@ class FileHashes:
     """sha256 of every file, remembered by its stamp: a second build hashes only what has changed."""
 
     def __init__(self, remembered: Mapping[str, Any]) -> None:
-        self._known: dict[str, Any] = {k: v for k, v in remembered.items() if isinstance(v, list) and len(v) >= 3}
+        self._known: dict[str, Any] = dict(remembered)
 
     def of(self, listing: Listing, hash_files: HashFiles) -> list[str | Rejection]:
         """One hash a record, or why there is none."""

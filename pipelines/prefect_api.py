@@ -1,12 +1,16 @@
 """Where the flow finds a Prefect API: the one in ``PREFECT_API_URL``, or an embedded one that lives as long as the run."""
 
 import ctypes
+import http.client
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.errors import BuildError
+from shards.errors import ConfigError, UserError
 
 ANSWER_S = 10  # patience with an API that should be there
+SERVE_PID = "XCTRAIN_SERVE_PID"
 START_S = 180  # the first start sets up the database, which has taken over a minute on slow disks
 
 # Set before Prefect is imported, and only where the environment does not say otherwise.
@@ -50,9 +56,65 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def end_with_parent() -> None:
-    """For ``preexec_fn``: the process gets SIGTERM when its parent dies, by SIGKILL too."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def require_home() -> None:
+    """Check that Prefect can keep its database where ``PREFECT_HOME`` says.
+
+    Raises:
+        ConfigError: it cannot; nothing was started.
+    """
+    home = Path(os.environ["PREFECT_HOME"])
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{home}: Prefect cannot keep its database there ({error.strerror}); set PREFECT_HOME to a folder that this "
+            "user may write to, or add --plain, which uses no Prefect at all",
+            path=home,
+        ) from None
+
+
+def end_with_parent(signum: int = signal.SIGTERM) -> None:
+    """For ``preexec_fn``: the process gets a signal when its parent dies, by SIGKILL too."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def end_with_server() -> None:
+    """In a flow run that a worker of ``serve`` started: end this process when that of ``serve`` ends, however it does.
+
+    The worker starts flow runs in sessions of their own, which outlive it.
+    """
+    if not (pid := os.environ.get(SERVE_PID)):
+        return
+
+    def watch(descriptor: int) -> None:
+        select.select([descriptor], [], [])
+        os._exit(1)
+
+    try:
+        descriptor = os.pidfd_open(int(pid))
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=watch, args=(descriptor,), daemon=True).start()
+
+
+def say_in_one_paragraph() -> None:
+    """In a flow run: what a user can cause is logged once, as its message, instead of three times with a traceback."""
+    said: list[BaseException] = []
+
+    def shorten(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, UserError):
+            return True
+        if record.name != "prefect.flow_runs" or error in said:
+            return False
+        said.append(error)
+        record.msg, record.args, record.exc_info, record.exc_text = str(error), (), None, None
+        return True
+
+    for name in ("prefect.engine", "prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(shorten)
 
 
 @contextmanager
@@ -83,6 +145,7 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
     return (
         record.name != "prefect.task_runs"
         and not record.exc_info
+        and not record.getMessage().startswith("Crash detected")  # it was stopped, which its command says
         and not record.getMessage().startswith("View at http://127.0.0.1")
     )
 
@@ -99,16 +162,20 @@ def _send_what_waits() -> None:
 def require_answer(url: str) -> None:
     """Check that a Prefect API answers at ``url``."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S):
-            return
-    except urllib.error.HTTPError:
-        return  # somebody is there; what it does not allow, Prefect itself will say
-    except (OSError, ValueError) as error:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S) as reply:
+            kind = reply.headers.get_content_type()
+        found = None if kind == "application/json" else f"it sends {kind}, expected application/json"
+    except urllib.error.HTTPError as error:
+        # 401, 403: what a Prefect API does not allow, Prefect itself will say
+        found = None if error.code in (401, 403) else f"HTTP {error.code} {error.reason}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        found = str(getattr(error, "reason", error)) or type(error).__name__
+    if found:
         raise BuildError(
-            f"PREFECT_API_URL is {url}, but no Prefect API answers there ({getattr(error, 'reason', error)}); start "
+            f"PREFECT_API_URL is {url}, but no Prefect API answers there ({found}); start "
             "that server (`prefect server start`, or `make serve`), or do without it: unset PREFECT_API_URL, which "
             "uses an embedded API, or add --plain, which uses no Prefect at all"
-        ) from None
+        )
 
 
 @contextmanager
@@ -118,7 +185,6 @@ def embedded_api() -> Iterator[str]:
     Prefect has its own, but that one outlives a killed build and then holds the database against the next.
     """
     log = Path(os.environ["PREFECT_HOME"]) / "embedded-api.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     with socket.socket() as listener, log.open("wb") as log_file:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
@@ -147,6 +213,8 @@ def embedded_api() -> Iterator[str]:
 
 def require_free(port: int) -> None:
     """Check that a server can listen on ``port``."""
+    if not 0 < port < 65536:
+        raise ConfigError(f"port {port}: expected 1 to 65535; choose another with --port")
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

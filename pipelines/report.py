@@ -10,6 +10,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from pipelines import gallery
 from pipelines.coco import Split
 from pipelines.config import BuildConfig
@@ -212,17 +214,13 @@ def _table(title: str, counts: Counts, names: Mapping[str, str]) -> str:
 
 def _chart(title: str, unit: str, counts: Counts) -> str:
     values = {int(k): n for k, n in counts.items()}
-    small = f" <small>{unit}, median {_median(values)}</small>" if values and unit else ""
+    small = f" <small>{unit}, median {_median(values):g}</small>" if values and unit else ""
     return f'<div class="card"><h3>{title}{small}</h3>{histogram(values)}</div>'
 
 
-def _median(values: Mapping[int, int]) -> int:
-    half, seen = sum(values.values()) / 2, 0
-    for value in sorted(values):
-        seen += values[value]
-        if seen >= half:
-            return value
-    raise AssertionError("no values")
+def _median(values: Mapping[int, int]) -> float:
+    """As ``shards stats`` has it: between the two in the middle where their number is even."""
+    return float(np.median(np.repeat(list(values.keys()), list(values.values()))))
 
 
 def histogram(values: Mapping[int, int]) -> str:

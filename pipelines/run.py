@@ -39,6 +39,7 @@ def run_with_prefect(config: BuildConfig) -> Summary:
             if not job.plan():
                 return job.publish()  # nothing to orchestrate
     prefect_api.prepare_environment()
+    prefect_api.require_home()
     with prefect_api.api():
         from pipelines.flows import build_shards
 

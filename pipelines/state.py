@@ -10,6 +10,7 @@
 import fcntl
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -43,8 +44,7 @@ class State:
         Raises:
             ConfigError: it holds something else, or a build with other settings and ``overwrite`` is off.
         """
-        if self.out.exists() and not self.out.is_dir():
-            raise ConfigError(f"{self.out}: is a file, expected a folder to write shards to; change out", path=self.out)
+        self._require_writable()
         if not self.out.is_dir() or not (strangers := [p.name for p in self.out.iterdir() if p.name != ".build"]):
             return
         before = read_json(self.folder / SETTINGS)
@@ -68,6 +68,18 @@ class State:
                 "out, or replace that build with build.overwrite=true",
                 path=self.out,
             )
+
+    def _require_writable(self) -> None:
+        if self.out.is_symlink() and not self.out.exists():
+            raise ConfigError(f"{self.out}: is a link to {self.out.readlink()}, which does not exist; change out")
+        existing = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise ConfigError(f"{existing}: is a file, expected a folder to write shards to; change out", path=self.out)
+        for path in (existing, *filter(Path.exists, (self.folder, self.folder / "results", self.next))):
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"{path}: this user may not write there; change out, or give the right to it", path=self.out
+                )
 
     @contextmanager
     def locked(self) -> Iterator[Path]:
@@ -113,7 +125,7 @@ class State:
         """Folder and result of a shard that needs no work: built from these records, and unchanged since."""
         for target in (self.next, self.out):
             path = self.results(target) / f"{piece.name}.json"
-            result = read_json(path)
+            result = read_checked(path)
             if isinstance(result, dict) and result.get("digest") == piece.digest and _intact(target, path, result):
                 return target, result
         return None
@@ -167,8 +179,23 @@ def read_json(path: Path) -> Any:
     """The file's value, or None where it is absent or damaged."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def write_checked(path: Path, value: Any) -> None:
+    """Write JSON with its own sha256, so that a change by anything else is noticed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, canonical_json({"sha256": hashlib.sha256(canonical_json(value)).hexdigest(), "value": value}))
+
+
+def read_checked(path: Path) -> Any:
+    """What ``write_checked`` wrote, or None where that is absent or damaged."""
+    content = read_json(path)
+    if not isinstance(content, dict) or content.keys() != {"sha256", "value"}:
+        return None
+    intact = content["sha256"] == hashlib.sha256(canonical_json(content["value"])).hexdigest()
+    return content["value"] if intact else None
 
 
 def shard_files(entry: Mapping[str, Any] | None) -> dict[str, str]:
@@ -182,8 +209,7 @@ def shard_files(entry: Mapping[str, Any] | None) -> dict[str, str]:
 def write_result(path: Path, folder: Path, result: Mapping[str, Any]) -> None:
     """Record a shard as finished, with the stamps by which a change of its files is noticed."""
     stamps = {name: file_stamp(folder / name) for name in shard_files(result["entry"])}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, canonical_json({**result, "stamps": stamps}))
+    write_checked(path, {**result, "stamps": stamps})
 
 
 def file_stamp(path: Path) -> list[int]:

@@ -17,8 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipelines.errors import BuildError, describe
+from pipelines.errors import BuildError
 from pipelines.progress import Progress
+from shards.errors import describe
 
 
 class Workers:
@@ -124,7 +125,7 @@ def serve(lock: Path, jobs: Mapping[str, Callable[[Any, Progress], Any]]) -> Non
         except BuildError as error:
             reply(error=str(error))
         except OSError as error:
-            reply(error=f"{describe(error)}; finished shards are kept, run the build again")
+            reply(error=f"{describe(error)}; finished shards are kept")
         except Exception:  # noqa: BLE001 - a bug, shown in the parent with this process's traceback
             import traceback
 

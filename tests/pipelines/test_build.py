@@ -131,6 +131,58 @@ def test_a_damaged_shard_is_built_again(photos, make_config, data_files, built, 
     assert data_files(out) == data_files(built)
 
 
+def _edited(content, change):
+    return json.dumps({**content, "value": {**content["value"], **change}})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: "garbage",
+        lambda content: "{}",
+        lambda content: "[1]",
+        lambda content: json.dumps(content["value"]),
+        lambda content: _edited(content, {"entry": {"name": 3}}),
+        lambda content: _edited(content, {"entry": None}),
+        lambda content: _edited(content, {"rejects": [3]}),
+        lambda content: _edited(content, {"stats": 7}),
+        lambda content: _edited(content, {"stamps": []}),
+        lambda content: "[" * 100_000,
+    ],
+)
+def test_what_the_build_remembers_heals_itself(photos, make_config, data_files, built, tmp_path, damage):
+    out = Path(shutil.copytree(built, tmp_path / "out"))
+    for path in (out / ".build" / "results" / "train-000001.json", out / ".build" / "files.json"):
+        path.write_text(damage(json.loads(path.read_text())))
+    run_plain(make_config(photos, out))
+    assert data_files(out) == data_files(built)
+    assert run_plain(make_config(photos, out)).unchanged
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_starts(photos, make_config, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for out, message in (
+        (tmp_path / "file" / "deep" / "out", "file: is a file, expected a folder to write shards to"),
+        (tmp_path / "link", "link: is a link to .*gone, which does not exist; change out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Build(make_config(photos, out))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path}: this user may not write there; change out"):
+        Build(make_config(photos, tmp_path / "new" / "out"))
+
+
+def test_a_source_that_may_not_be_read_is_wrong_input(photos, make_config, tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    source, out = copied(photos, tmp_path)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ConfigError, match=r"train2017: Permission denied; give this user the right to it"):
+        Build(make_config(source, out))
+
+
 def test_a_copied_folder_is_recognised_by_its_hashes(built, photos, make_config, tmp_path):
     shutil.copytree(built, tmp_path / "out")
     assert run_plain(make_config(photos, tmp_path / "out")).unchanged
@@ -418,7 +470,8 @@ def test_a_full_disk_is_said_in_one_line(photos, command, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "train-000000.tar" in errors.splitlines()[-1]
-    assert "File too large; free some space and run the build again, finished shards are kept" in errors
+    assert "File too large; free some space, or raise the limit on the size of files, and run it again" in errors
+    assert "finished shards are kept" in errors
     assert "Traceback" not in errors
     assert not list((tmp_path / "out").glob("*.tar"))
     assert not list((tmp_path / "out").rglob(".*.tmp"))

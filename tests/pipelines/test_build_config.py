@@ -1,4 +1,5 @@
 import pytest
+import yaml
 
 from pipelines.coco import locate
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
@@ -95,6 +96,14 @@ def test_every_field_says_what_it_is_for():
 def test_the_shipped_config_is_valid(request):
     path = request.config.rootpath / "configs" / "build.yaml"
     assert load_settings(BuildConfig, path).build.records_per_shard == 256
+
+
+def test_the_deployment_builds_what_the_shipped_config_does(request):
+    root = request.config.rootpath
+    (deployment,) = yaml.safe_load((root / "prefect.yaml").read_text())["deployments"]
+    assert validate(BuildConfig, deployment["parameters"], "prefect.yaml") == load_settings(
+        BuildConfig, root / "configs" / "build.yaml"
+    )
 
 
 def test_paths_and_processes_do_not_count_as_written_settings():

@@ -1,11 +1,15 @@
 import json
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from pipelines.__main__ import main
 from pipelines.build import Summary
+from pipelines.errors import BuildError
+from pipelines.prefect_api import require_answer
 from pipelines.run import run_plain
 from shards import cli
 
@@ -72,6 +76,67 @@ def test_help_imports_nothing_heavy():
 def test_sample_says_how_many_pictures_it_drew(tmp_path, capsys):
     assert cli.run(main, ["sample", "--out", str(tmp_path / "s"), "--images", "15"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 's'}: 15 train, 2 val pictures\n"
+
+
+@pytest.mark.parametrize("number", ["0", "-4"])
+def test_no_pictures_are_wrong_usage(tmp_path, capsys, number):
+    assert cli.run(main, ["sample", "--out", str(tmp_path / "s"), "--images", number]) == 2
+    assert f"--images is {number}, expected 1 or more" in capsys.readouterr().err
+
+
+def test_a_port_that_is_none_is_wrong_usage(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    assert cli.run(main, ["serve", "--port", "99999"]) == 2
+    assert "port 99999: expected 1 to 65535; choose another with --port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<p>", "it sends text/html, expected application/json"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "HTTP 404 Not Found"),
+        (b"220 mail.example ESMTP\r\n", "220 mail.example ESMTP"),
+        (b"", "without response"),
+    ],
+)
+def test_an_address_of_something_else_is_as_a_dead_one(reply, found):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/api"
+        with pytest.raises(BuildError, match=f"PREFECT_API_URL is {url}, but no Prefect API answers there .*{found}"):
+            require_answer(url)
+        thread.join()
+
+
+def test_a_place_where_prefect_cannot_work_is_wrong_usage(config_file, command, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file" / "home"))
+    _, errors = (process := command("build", config_file)).communicate(timeout=60)
+    assert process.returncode == 2
+    assert "Prefect cannot keep its database there (Not a directory); set PREFECT_HOME" in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_missing_package_says_how_to_get_it(capsys):
+    def main_without_yaml(arguments):
+        raise ModuleNotFoundError("No module named 'yaml'", name="yaml.nodes")
+
+    assert cli.run(main_without_yaml, []) == 2
+    errors = capsys.readouterr().err
+    assert f"{sys.executable}: the Python package yaml is not installed there; run `make install`" in errors
+
+
+def test_a_broken_import_of_our_own_is_no_missing_package():
+    with pytest.raises(ModuleNotFoundError):
+        cli.run(lambda _: __import__("shards.nothing"), [])
 
 
 def test_a_dead_prefect_address_names_both_ways_out(config_file, command, monkeypatch):

@@ -38,6 +38,30 @@ def test_no_name_leads_out_of_the_images(folder, tmp_path, zipped, name):
         assert str(tmp_path) not in found.detail
 
 
+@pytest.mark.parametrize("top", ["", "train2017/"])
+@pytest.mark.parametrize(
+    "name",
+    ["./a.jpg", "sub//b c.JPG", "sub/./b c.JPG", "a.jpg/", "a.jpg/x", "sub", "sub/", ".", "A.jpg", "n" * 300, "a" + "/b" * 3000]
+)  # fmt: skip
+def test_odd_names_have_the_same_verdict_in_a_zip(folder, tmp_path, zipped, top, name):
+    archive = open_images(zipped(folder, tmp_path / "images.zip", top))
+    found, expected = archive.stamp(name), open_images(folder).stamp(name)
+    assert type(found) is type(expected)
+    if isinstance(expected, Rejection):
+        assert found == expected
+    else:
+        assert archive.read(name) == open_images(folder).read(name)
+
+
+def test_the_detail_names_the_sign_that_no_name_may_hold(folder):
+    details = [open_images(folder).stamp(name).detail for name in ("a\\b.jpg", "a\0.jpg", "../a.jpg")]
+    assert details == [
+        "file_name holds a backslash, expected / between folders",
+        "file_name holds a NUL, which no name of a file can",
+        "file_name leads out of the images folder; it was not followed",
+    ]
+
+
 def test_what_is_no_file_is_unreadable_and_is_not_waited_for(folder):
     os.mkfifo(folder / "pipe.jpg")
     (folder / "dir.jpg").mkdir()
