@@ -35,6 +35,7 @@ CONFIG = "config.yaml"
 RNG = "rng.json"
 SCALER = "scaler.json"
 _REQUIRED = {"model.safetensors", "optimizer.safetensors", "optimizer.json", RNG, SCALER, POSITION, CONFIG}
+_SET_ASIDE = "set-aside-"  # begins the name of a checkpoint that was gone back on, until the next save
 _SPARE_BYTES = 64 * 2**20  # disk space left free beside a checkpoint, for logs
 
 
@@ -68,19 +69,21 @@ class Checkpoints:
         return _steps_of(self.folder.glob("step-*"))
 
     def newest_valid(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that is whole, and why newer ones were passed over."""
-        passed_over = []
+        """The newest checkpoint that is whole, and why newer ones were passed over; a save that did not end is none."""
+        passed_over: list[str] = []
         written_aside = _steps_of(self.folder.glob(aside(self.folder / "step-*").name))
         for step in sorted({*self.steps(), *written_aside}, reverse=True):
             # A kill while an older state of the same step gave way leaves the new one whole, but not yet renamed.
+            errors = []
             for path in (self.path(step), aside(self.path(step))):
                 try:
                     check(path)
                 except CheckpointError as error:
-                    if path.exists():
-                        passed_over.append(f"passed over {error}")
+                    errors.append(error)
                 else:
                     return path, passed_over
+            if self.path(step).exists():
+                passed_over.append(f"passed over {errors[0]}")
         return None, passed_over
 
     def save(self, content: Content) -> Path:
@@ -113,13 +116,19 @@ class Checkpoints:
         self._prune(content.state.step)
         return path
 
-    def go_back(self, step: int) -> None:
-        """Put checkpoints above ``step`` out of sight: of a past that was gone back on. The next save removes them."""
-        for later in self.steps():
-            if later > step:
-                past = self.folder / f".step-{later:08d}.past{ASIDE}"
+    def go_back(self, step: int) -> list[str]:
+        """Set checkpoints above ``step`` aside, and say so: of a past that was gone back on. The next save removes them."""
+        lines = []
+        for path in sorted(self.folder.glob("step-*")) + sorted(self.folder.glob(aside(self.folder / "step-*").name)):
+            if any(later > step for later in _steps_of([path])):
+                past = self.folder / f"{_SET_ASIDE}{path.name.removeprefix('.')}"
                 shutil.rmtree(past, ignore_errors=True)
-                self.path(later).rename(past)
+                path.rename(past)
+                if not path.name.startswith("."):  # a save that did not end is nothing to speak of
+                    lines.append(
+                        f"{path}: is now {past.name}, as the run goes on from an older step; the next save removes it"
+                    )
+        return lines
 
     def _newest_text(self) -> str:
         newest, _ = self.newest_valid()
@@ -145,7 +154,7 @@ class Checkpoints:
         for step in steps:
             if step not in kept:
                 shutil.rmtree(self.path(step))
-        for leftover in self.folder.glob(f".step-*{ASIDE}"):
+        for leftover in (*self.folder.glob(f".step-*{ASIDE}"), *self.folder.glob(f"{_SET_ASIDE}*")):
             shutil.rmtree(leftover)
 
 

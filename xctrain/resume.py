@@ -13,7 +13,7 @@ from xctrain import checkpoint
 from xctrain.checkpoint import Checkpoints
 from xctrain.config import Config, trajectory_fields
 from xctrain.errors import CheckpointError, ConfigError, ResumeError
-from xctrain.log import METRICS
+from xctrain.log import METRICS, read_lines
 from xctrain.state import Segment, TrainState
 
 # Identity of what is not in the config. Never accepted: positions would mean other samples.
@@ -43,7 +43,8 @@ def find(config: Config, manifest_id: str) -> tuple[ResumePoint | None, list[str
     """Where to go on from by ``train.resume``, None to start; and lines that say what was passed over.
 
     Raises:
-        ResumeError: never, and the folder holds a run; or the config forbids it.
+        ResumeError: never, or another run's checkpoint, and the folder holds a run; auto, and no checkpoint of several
+            is whole; or the config forbids it.
         CheckpointError: the named checkpoint is not whole.
     """
     checkpoints = checkpoints_of(config)
@@ -54,14 +55,13 @@ def find(config: Config, manifest_id: str) -> tuple[ResumePoint | None, list[str
     if setting == "auto":
         path, notes = checkpoints.newest_valid()
         if path is None:
-            return None, notes
+            _require_nothing_to_lose(config, checkpoints, notes)
+            return None, []
     else:
         path, notes = Path(setting), []
-        if not path.is_dir():
-            raise ConfigError(
-                f"train.resume is {setting}, there is no such folder; give a checkpoint's folder, auto or never",
-                path=path,
-            )
+        _require_checkpoint(path)
+        if not is_own(config, path):
+            _require_fork(config, checkpoints, path)
         checkpoint.check(path)
     state, position = checkpoint.read_position(path)
     accepted = accept_changes(config, path, state, manifest_id)
@@ -79,6 +79,62 @@ def _require_empty(config: Config, checkpoints: Checkpoints) -> None:
             "run.dir, or go on with train.resume=auto",
             path=folder,
         )
+
+
+def is_own(config: Config, path: Path) -> bool:
+    """Whether a checkpoint is of the config's run, whose logs go up to it; not one that was gone back on."""
+    own = path.resolve().parent == checkpoints_of(config).folder.resolve()
+    return own and not path.name.startswith("set-aside-")
+
+
+def _require_nothing_to_lose(config: Config, checkpoints: Checkpoints, passed_over: list[str]) -> None:
+    """Require, before a run starts at step 0 by itself, that no checkpoint is damaged and that it is no fork."""
+    if passed_over:
+        why = "; ".join(line.removeprefix("passed over ") for line in passed_over)
+        raise ResumeError(
+            f"{checkpoints.folder}: every checkpoint ({len(passed_over)}) is damaged: {why}. Nothing was touched; restore "
+            f"one of them, or choose another run.dir, or move {checkpoints.folder} away to start over",
+            path=checkpoints.folder,
+        )
+    if source := _fork_source(config):
+        raise ResumeError(
+            f"{config.run.dir}: began from {source} and has no checkpoint of its own yet; go on with "
+            f"train.resume={source}, or choose another run.dir",
+            path=config.run.dir,
+        )
+
+
+def _require_checkpoint(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(
+            f"train.resume is {path}, there is no such folder; give a checkpoint's folder, auto or never", path=path
+        )
+    if not (path / checkpoint.FILES).exists():
+        inside = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path, keep=1)
+        newest, _ = inside.newest_valid()
+        if newest:
+            raise ConfigError(
+                f"train.resume is {path}, which is a folder of checkpoints; give one of them, such as {newest}",
+                path=path,
+            )
+
+
+def _require_fork(config: Config, checkpoints: Checkpoints, path: Path) -> None:
+    """Require that a run which goes on from another run's checkpoint does so in a folder of its own."""
+    folder, steps = config.run.dir, checkpoints.steps()
+    if not steps and (not (folder / METRICS).exists() or _fork_source(config) == str(path.resolve())):
+        return
+    raise ResumeError(
+        f"{folder}: holds a run, train.resume={path} is not a checkpoint that it can go back to; choose another run.dir "
+        "for what goes on from there, or go on with train.resume=auto",
+        path=folder,
+    )
+
+
+def _fork_source(config: Config) -> str | None:
+    """The checkpoint of another run that this one began from."""
+    first = next(read_lines(config.run.dir / METRICS), {})
+    return first.get("source") if first.get("event") == "start" else None
 
 
 def accept_changes(config: Config, path: Path, state: TrainState, manifest_id: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
         family, model_id = open_model(config, ranks, plan)
         with Progress(ranks.is_main) as progress:
             run = start(config, ranks, plan, family, model_id, stop_asked=lambda: bool(stop), show=progress.show)
-            progress.begin(run.num_steps, plan.state, plan.notes)
+            progress.begin(run.num_steps, plan.state)
             if run.evaluate and plan.state.samples_consumed == 0:
                 run.evaluate(plan.state)
             state, stopped = train(run, plan.state)
@@ -93,14 +93,12 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
 
-    def begin(self, num_steps: int, state: "TrainState", notes: Sequence[str]) -> None:
+    def begin(self, num_steps: int, state: "TrainState") -> None:
         """Say where the run stands and start the bar."""
         if not self.shown:
             return
         from tqdm import tqdm
 
-        for note in notes:
-            print(note, file=sys.stderr)
         if state.samples_consumed:
             print(f"resumed at step {state.step}, {state.samples_consumed} samples consumed", file=sys.stderr)
         interval = 0.2 if sys.stderr.isatty() else 10.0
@@ -117,7 +115,9 @@ def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
     """The model as a checkpoint has it: ``newest``, ``base`` for the untrained one, or a checkpoint's path."""
     path: Path | None = None
     if which == "newest":
-        path, _ = resume.checkpoints_of(config).newest_valid()
+        path, passed_over = resume.checkpoints_of(config).newest_valid()
+        for line in passed_over:
+            print(line, file=sys.stderr)
         if path is None:
             raise resume.missing_run(config.run.dir)
     elif which != "base":

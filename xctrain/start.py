@@ -76,8 +76,7 @@ def keys_from(config: Config, state: TrainState, point: resume.ResumePoint | Non
     """Position from which every trained key is in this run's logs; None if they are not logged."""
     if not config.train.log_keys:
         return None
-    # Another run's checkpoint comes without its logs.
-    own = point is None or point.path.resolve().parent == resume.checkpoints_of(config).folder.resolve()
+    own = point is None or resume.is_own(config, point.path)  # another run's checkpoint comes without its logs
     return state.keys_from if own and state.keys_from is not None else state.samples_consumed
 
 
@@ -297,8 +296,9 @@ def open_logs(
     log = None
     if ranks.is_main:
         previous = previous_end(folder, state)
+        # Checkpoints first: a kill in between must not leave one that the logs do not reach.
+        notes = [*plan.notes, *resume.checkpoints_of(config).go_back(state.step if plan.point else -1)]
         cut_back(folder, state.samples_consumed if plan.point else -1)
-        resume.checkpoints_of(config).go_back(state.step if plan.point else -1)
         for path in (folder / "captions").glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > state.step:
                 path.unlink()
@@ -313,9 +313,12 @@ def open_logs(
             time=time.time(),
             world_size=ranks.world_size,
             resumed_from=state.step if plan.point else None,
+            source=str(plan.point.path.resolve()) if plan.point else None,
             **previous,
-            notes=list(plan.notes),
+            notes=notes,
         )
+        for note in notes:
+            print(note, file=sys.stderr)
     ranks.barrier()
     keys = JsonLines(folder / keys_name(ranks.rank)) if config.train.log_keys else None
     return log, keys

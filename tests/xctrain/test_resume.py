@@ -11,6 +11,7 @@ from conftest import write_dataset
 from small import audit_of, config_of, train_here
 
 from shards.errors import FormatError
+from xctrain import checkpoint
 from xctrain.errors import CheckpointError, ConfigError, ResumeError
 from xctrain.start import make_plan
 
@@ -195,6 +196,35 @@ def test_half_written_newest_checkpoint_is_passed_over(drawn_shards: Path, run: 
     assert note == f"passed over {newest}: files.json is missing or damaged, so the save did not end"
 
 
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def test_run_whose_every_checkpoint_is_damaged_does_not_start_over(drawn_shards: Path, run: Path) -> None:
+    folder = run / "checkpoints"
+    for path in folder.iterdir():
+        (path / "rng.json").unlink()
+    before = contents(run)
+    text = refused(drawn_shards, run)
+    newer, older = (f"{folder}/step-{step:08d}: rng.json is missing" for step in (10, 5))
+    assert text == (
+        f"{folder}: every checkpoint (2) is damaged: {newer}; {older}. Nothing was touched; restore one of them, or choose "
+        f"another run.dir, or move {folder} away to start over"
+    )
+    assert contents(run) == before
+    folder.rename(run / "damaged")
+    assert make_plan(config_of(drawn_shards, run), 1).point is None
+
+
+def test_kill_within_the_first_save_starts_over(drawn_shards: Path, run: Path) -> None:
+    folder = run / "checkpoints"
+    shutil.rmtree(folder / "step-00000005")
+    (folder / "step-00000010").rename(folder / ".step-00000010.tmp")
+    (folder / ".step-00000010.tmp" / "files.json").unlink()
+    plan = make_plan(config_of(drawn_shards, run), 1)
+    assert (plan.point, plan.notes) == (None, ())
+
+
 def test_never_refuses_a_folder_with_a_checkpoint(drawn_shards: Path, trained: Path) -> None:
     text = refused(drawn_shards, trained, train__resume="never")
     assert text.startswith(
@@ -226,7 +256,16 @@ def test_path_of_a_damaged_checkpoint_is_refused_and_not_replaced_by_another(dra
     assert f"{newest}: rng.json has 1 bytes, {size}" in text
 
 
-def test_going_back_to_an_older_checkpoint_leaves_one_history(drawn_shards: Path, run: Path) -> None:
+def test_folder_of_a_run_is_no_checkpoint_but_names_one(drawn_shards: Path, trained: Path) -> None:
+    newest = trained / "checkpoints" / "step-00000010"
+    for folder in (trained, trained / "checkpoints"):
+        text = refused(drawn_shards, trained, ConfigError, train__resume=folder)
+        assert text == f"train.resume is {folder}, which is a folder of checkpoints; give one of them, such as {newest}"
+
+
+def test_going_back_to_an_older_checkpoint_leaves_one_history(
+    drawn_shards: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     older = run / "checkpoints" / "step-00000005"
 
     class StopError(Exception):
@@ -239,8 +278,14 @@ def test_going_back_to_an_older_checkpoint_leaves_one_history(drawn_shards: Path
     with pytest.raises(StopError):
         train_here(drawn_shards, run, stop_asked=stop, train__resume=older)
     assert runs.last_step(run) == 5
+    assert f"{run}/checkpoints/step-00000010: is now set-aside-step-00000010, as the run" in capsys.readouterr().err
     assert make_plan(config_of(drawn_shards, run), 1).state.step == 5
+    given_up = run / "checkpoints" / "set-aside-step-00000010"
+    checkpoint.check(given_up)
+    assert "is not a checkpoint that it can go back to" in refused(drawn_shards, run, train__resume=given_up)
     train_here(drawn_shards, run)
+    assert not given_up.exists()
+    assert [line.get("source") for line in runs.events(run, "start")] == [None, str(older), str(older)]
     assert [line["step"] for line in runs.events(run, "step")] == list(range(1, 11))
     assert audit_of(run).ok
 
@@ -253,6 +298,27 @@ def test_another_runs_checkpoint_may_be_gone_on_from(drawn_shards: Path, trained
     result = audit_of(fork)
     assert (result.ok, result.evidence) == (True, "digest")
     assert runs.weights(fork, 10) == runs.weights(trained, 10)
+
+
+def test_two_runs_are_never_mixed_in_one_folder(drawn_shards: Path, trained: Path, run: Path, tmp_path: Path) -> None:
+    path = trained / "checkpoints" / "step-00000005"
+    before = contents(run)
+    text = refused(drawn_shards, run, train__resume=path)
+    assert text.startswith(
+        f"{run}: holds a run, train.resume={path} is not a checkpoint that it can go back to; choose"
+    )
+    assert contents(run) == before
+
+
+def test_fork_that_was_killed_before_it_saved_does_not_start_at_zero(
+    drawn_shards: Path, trained: Path, tmp_path: Path
+) -> None:
+    fork, path = tmp_path / "fork", trained / "checkpoints" / "step-00000005"
+    train_here(drawn_shards, fork, train__resume=path)
+    shutil.rmtree(fork / "checkpoints")
+    assert f"{fork}: began from {path} and has no checkpoint of its own yet; go on" in refused(drawn_shards, fork)
+    assert train_here(drawn_shards, fork, train__resume=path).step == 10
+    assert [line["step"] for line in runs.events(fork, "step")] == [6, 7, 8, 9, 10]
 
 
 def test_logged_keys_count_as_proof_only_if_all_of_them_are(drawn_shards: Path, tmp_path: Path) -> None:
