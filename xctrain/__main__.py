@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     def add_run(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = add(name, command, text)
         added.add_argument("run", type=Path, help="run folder")
+        if name in ("audit", "batch", "report"):
+            added.add_argument("--shards", type=Path, metavar="DIR", help="where the run's shards lie now, if moved")
         return added
 
     add_config("train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")
@@ -49,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     audit = add_run("audit", _audit, "prove that a run trained on each sample of its order exactly once")
     audit.add_argument("--json", action="store_true", help="print the audit as JSON")
     batch = add_run("batch", _batch, "show the samples of a step, past or future")
-    batch.add_argument("--step", type=int, required=True, help="step, counted from 1")
+    which = batch.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, help="step, counted from 1")
+    which.add_argument("--position", type=int, metavar="N", help="a position of the batch, which may have been skipped")
     batch.add_argument("--json", action="store_true", help="print the samples as JSON")
     caption = add_run("caption", _caption, "caption your own pictures")
     caption.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="picture files or folders of them")
@@ -129,7 +133,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _audit(arguments: argparse.Namespace) -> int:
     from xctrain import audit
 
-    result = audit.audit(audit.open_run(arguments.run))
+    result = audit.audit(audit.open_run(arguments.run, arguments.shards))
     print(json.dumps(result.to_json(), indent=1) if arguments.json else audit.as_text(result))
     return 0 if result.ok else 1
 
@@ -137,16 +141,18 @@ def _audit(arguments: argparse.Namespace) -> int:
 def _batch(arguments: argparse.Namespace) -> int:
     from xctrain import audit
 
-    run = audit.open_run(arguments.run)
-    rows = [
-        {"n": slot.n, "epoch": slot.epoch, "key": key, "captions": run.reader.read_json(slot.index)["captions"]}
-        for slot, key in audit.batch_of_step(run, arguments.step)
-    ]
+    run = audit.open_run(arguments.run, arguments.shards, begun=True)
+    if arguments.position is None:
+        rows = audit.batch_of_step(run, arguments.step)
+    else:
+        rows = audit.batch_at(run, arguments.position, f"position {arguments.position}")
     if arguments.json:
         print(json.dumps({"step": arguments.step, "samples": rows}, indent=1, ensure_ascii=False))
     else:
         for row in rows:
-            print(f"{row['n']:>10}  epoch {row['epoch']:<4} {row['key']}  {' | '.join(row['captions'])}")
+            texts = [f"*{text}*" if text in row["chosen"] else text for text in row["captions"]]
+            print(f"{row['n']:>10}  epoch {row['epoch']:<4} {row['key']}  {' | '.join(texts)}")
+        print("*...*: the caption that is trained on at that position")
     return 0
 
 
@@ -176,7 +182,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from xctrain.session import report_run
 
-    print(report_run(arguments.run, arguments.out))
+    print(report_run(arguments.run, arguments.out, arguments.shards))
     return 0
 
 

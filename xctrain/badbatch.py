@@ -2,8 +2,11 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tqdm import tqdm
 
 from xctrain.collate import Batch
 from xctrain.errors import NotFiniteError, TrainError
@@ -23,6 +26,7 @@ def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:
     """
     if run.log:
         for entry in consumed.masked:
+            tqdm.write(f"masked, no loss at position {entry.n}: {entry.key}: {entry.reason}", file=sys.stderr)
             run.log.write(
                 event="masked",
                 step=state.step + 1,
@@ -47,7 +51,7 @@ def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:
         raise TrainError(
             f"step {step}: none of the {consumed.samples} samples has a target token "
             f"({len(consumed.masked)} masked); look at it with `python -m xctrain batch {run.config.run.dir} "
-            f"--step {step}`",
+            f"--position {state.samples_consumed}`",
             step=step,
             on_every_rank=True,
         )
@@ -66,7 +70,7 @@ def refuse(
     where = f"first of its micro-batch: {found[0]}" if found else "every micro-batch alone is finite"
     text = (
         f"step {step}: loss is {loss}, gradient norm is {grad_norm}; nothing was updated; {where}; the batch is in "
-        f"{folder}, look at it with `python -m xctrain batch {run.config.run.dir} --step {step}`"
+        f"{folder}, look at it with `python -m xctrain batch {run.config.run.dir} --position {state.samples_consumed}`"
     )
     policy = run.config.train
     if policy.on_not_finite == "raise":

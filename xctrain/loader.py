@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shards.errors import DamagedSampleError, UserError
-from shards.hashing import mix64, text64
 from shards.reader import SplitReader
 from shards.sample import Sample
 from shards.stream import Slot, Stream
+from xctrain.captions import CaptionChoice, choose_captions
 from xctrain.collate import Batch, Row
 from xctrain.processes import become_worker
 
@@ -27,22 +27,6 @@ DAMAGED = "damaged"  # first word of the reason of slots that could not be read
 _READ_TRIES = 3
 _FIRST_PAUSE_S = 0.5
 _GRAY = (127, 127, 127)
-
-CaptionChoice = Literal["random", "first", "all"]
-
-
-def choose_captions(
-    captions: Sequence[str], choice: CaptionChoice, *, seed: int, epoch: int, key: str
-) -> tuple[str, ...]:
-    """The captions an image trains on in one epoch: a pure function, so workers and resume cannot change it.
-
-    ``random`` begins at a caption drawn from (seed, key) and takes the next one each epoch, so that k epochs see all k.
-    """
-    if choice == "all":
-        return tuple(captions)
-    if choice == "first":
-        return (captions[0],)
-    return (captions[(mix64(seed, text64(key)) + epoch) % len(captions)],)
 
 
 class SlotRows(Dataset[Row]):

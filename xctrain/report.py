@@ -294,7 +294,8 @@ def _verdict(audit: Mapping[str, Any] | None) -> str:
         state, sign, title = "", "?", "Not audited"
         text = "python -m xctrain audit RUN compares what was trained with what the order says"
     elif audit.get("ok"):
-        state, sign, title = "good", "✓", "Every sample exactly once"
+        hidden = sum(epoch.get("masked") or 0 for epoch in audit.get("epochs") or ())
+        state, sign, title = "good", "✓", f"Every sample exactly once{f', but {hidden} masked' if hidden else ''}"
         by_key = audit.get("evidence") == "keys"
         text = (
             "Audited key by key: none repeated, none skipped"

@@ -13,7 +13,7 @@ from shards.settings import load_settings
 from xctrain import checkpoint, resume
 from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
-from xctrain.errors import ConfigError, RunError, TrainError
+from xctrain.errors import ConfigError, TrainError
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.start import Plan, lock, make_plan, open_model, start
 
@@ -55,7 +55,11 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             run.log.write(event="stop", step=state.step, samples_consumed=state.samples_consumed, reason=reason)
             run.log.close()
             text = "stopped after saving step {}; start again to go on" if stopped else "done: step {}"
-            print(f"{text.format(state.step)}, {state.samples_consumed} samples, {config.run.dir}", file=sys.stderr)
+            masked = f", {len(state.masked)} of them masked" if state.masked else ""
+            print(
+                f"{text.format(state.step)}, {state.samples_consumed} samples{masked}, {config.run.dir}",
+                file=sys.stderr,
+            )
         del held
         ranks.barrier()
         ranks.close()
@@ -139,6 +143,8 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     from xctrain.ranks import join
 
     reader = SplitReader(config.data.shards, config.eval.split)
+    if config.eval.checkpoint == "newest" and not config.run.dir.is_dir():
+        raise ConfigError(f"run.dir is {config.run.dir}, there is no such folder; train first, or give another run.dir")
     ranks = join(config)
     if ranks.is_main:
         ensure_base_model(config, SplitReader(config.data.shards, config.data.split, reader.manifest))
@@ -161,7 +167,7 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
 def config_of(run_dir: Path) -> Config:
     """The config that a run was last started with."""
     if not (run_dir / "config.yaml").is_file():
-        raise RunError(
+        raise ConfigError(
             f"{run_dir}: has no config.yaml, so it is not a run folder; give the run.dir of a run", path=run_dir
         )
     return load_settings(Config, run_dir / "config.yaml").moved_to(run_dir)
@@ -222,23 +228,27 @@ def _to_best_device(family: "Family") -> None:
         family.module.to("cuda")
 
 
-def report_run(run_dir: Path, out: Path | None) -> Path:
+def report_run(run_dir: Path, out: Path | None, shards: Path | None = None) -> Path:
     """Write the run's HTML page, with the audit and pictures where the data are still there."""
     from xctrain import audit
     from xctrain.report import write_report
 
     config = config_of(run_dir)
     try:
-        result: dict[str, Any] | None = dict(audit.audit(audit.open_run(run_dir)).to_json())
+        result: dict[str, Any] | None = dict(audit.audit(audit.open_run(run_dir, shards)).to_json())
     except UserError as error:
         print(f"no audit in the report: {error}", file=sys.stderr)
         result = None
-    return write_report(run_dir, out, audit=result, images=_gallery(config))
+    for finding in (result or {}).get("findings", ()):
+        print(f"audit: {finding}", file=sys.stderr)
+    return write_report(run_dir, out, audit=result, images=_gallery(config, shards))
 
 
-def _gallery(config: Config) -> dict[str, bytes]:
+def _gallery(config: Config, shards: Path | None) -> dict[str, bytes]:
+    from xctrain.audit import open_shards
+
     try:
-        reader = SplitReader(config.data.shards, config.eval.split)
+        reader = open_shards(config, config.eval.split, shards)
     except UserError as error:
         print(f"no pictures in the report: {error}", file=sys.stderr)
         return {}

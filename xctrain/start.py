@@ -303,7 +303,7 @@ def open_logs(
             if int(path.stem.removeprefix("step-")) > state.step:
                 path.unlink()
         write_file(folder / "config.yaml", config.to_yaml().encode())
-        environment = {**world, "platform": platform.platform(), "command": sys.argv}
+        environment = {**world, "platform": platform.platform(), "command": sys.argv, "started_in": str(Path.cwd())}
         write_file(folder / "environment.json", json.dumps(environment, indent=1).encode())
         log = JsonLines(folder / METRICS)
         log.write(

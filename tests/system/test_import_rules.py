@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = re.findall(
     r"\w+",
     """
-    errors config state log prompt loss ptb scores collate processes loader models basemodel optim rng ranks tensors
+    errors config state log prompt loss ptb scores captions collate processes loader models basemodel optim rng ranks tensors
     checkpoint resume evaluate run badbatch loop start audit charts history report session export launch doctor demo __main__
     """,
 )

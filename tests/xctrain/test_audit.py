@@ -12,9 +12,12 @@ from conftest import write_dataset
 from small import audit_of, open_poisoned, train_here
 
 from shards.errors import UserError
+from shards.reader import SplitReader
+from shards.stream import Slot
 from xctrain import __main__ as main
 from xctrain import audit, checkpoint
-from xctrain.errors import RunError
+from xctrain.errors import ConfigError, NotFiniteError, RunError
+from xctrain.loader import SlotRows
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +165,7 @@ def make_damaged(run: Path) -> None:
 )
 def test_folder_without_a_checkpoint_is_refused(run: Path, change: Callable[[Path], None], text: str) -> None:
     change(run)
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError if run.exists() else ConfigError) as error:
         audit.open_run(run)
     assert str(run) in str(error.value)
     assert text in str(error.value)
@@ -198,10 +201,122 @@ def test_batch_shows_what_past_steps_held_and_future_ones_will(
     trained = runs.keys_by_step(tmp_path)
     assert shown == {step: trained[step] for step in shown}
     assert [batch(tmp_path, step, capsys) for step in trained] == list(trained.values())
-    with pytest.raises(RunError, match="step 18: the run ends at position 200, the step would begin at 200"):
+    with pytest.raises(ConfigError, match="step 18: the run ends at position 200, the batch would hold 200"):
         batch(tmp_path, 18, capsys)
-    with pytest.raises(RunError, match="step 0: steps count from 1"):
+    with pytest.raises(ConfigError, match="step 0: steps count from 1"):
         batch(tmp_path, 0, capsys)
+
+
+def test_batch_that_stopped_a_run_before_it_saved_can_be_looked_at(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(NotFiniteError, match=f"`python -m xctrain batch {run} --position 24`"):
+        train_here(drawn_shards, run, open_poisoned(30))
+    assert [n for n, _ in batch(run, 3, capsys)] == list(range(24, 36))
+    assert main.main(["batch", str(run), "--position", "24"]) == 0
+    text = capsys.readouterr().out
+    rows = json.loads((next(run.glob("not-finite/*")) / "rank0.json").read_text())
+    assert all(key in text for row in rows for key in row["keys"])
+
+
+def test_skipped_batch_is_found_by_its_position(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train_here(drawn_shards, run, open_poisoned(30), train__on_not_finite="skip", train__num_steps=4)
+    assert main.main(["batch", str(run), "--position", "31", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    [skip] = runs.events(run, "skip")
+    assert sorted(row["key"] for row in samples) == sorted(skip["keys"])
+    with pytest.raises(ConfigError, match="position -1: positions count from 0"):
+        main.main(["batch", str(run), "--position", "-1"])
+
+
+def test_batch_marks_the_caption_that_is_trained_on(
+    trained: Path, drawn_shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["batch", str(trained), "--step", "9", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    epochs = {row["epoch"] for row in samples}
+    assert epochs == {0, 1}
+    reader = SplitReader(drawn_shards, "train")
+    rows = SlotRows(reader, "random", seed=0)
+    for row in samples:
+        index = reader.keys().index(row["key"])
+        assert tuple(row["chosen"]) == rows[Slot(row["n"], row["epoch"], index)].captions
+    assert main.main(["batch", str(trained), "--step", "9"]) == 0
+    assert f"*{samples[0]['chosen'][0]}*" in capsys.readouterr().out
+
+
+def change_metrics(run: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+
+
+def changed_digest(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**e, "digest": "0" * 16} if (e["event"], e["step"]) == ("step", 4) else e for e in lines]
+
+
+METRICS_CHANGES: list[tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], str]] = [
+    (lambda lines: [e for e in lines if (e["event"], e["step"]) != ("step", 4)], "1 step missing, first step 4"),
+    (lambda lines: [e for e in lines if e["event"] == "start"], "10 steps missing, first step 1"),
+    (
+        lambda lines: [*lines, *(e for e in lines if (e["event"], e["step"]) == ("step", 10))],
+        "1 step there more than once, first step 10",
+    ),
+    (changed_digest, "1 line changed, first step 4: digest is 0000000000000000, due is "),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), METRICS_CHANGES)
+def test_changed_metrics_are_found(
+    run: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], text: str
+) -> None:
+    change_metrics(run, change)
+    result = audit_of(run)
+    assert not result.ok
+    [finding] = result.findings
+    assert finding.startswith(f"metrics.jsonl: {text}")
+
+
+def test_absent_metrics_are_found(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    result = audit_of(run)
+    assert (result.ok, result.findings) == (False, ("metrics.jsonl: is missing",))
+
+
+def test_damaged_newest_checkpoint_is_a_finding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = run / "checkpoints" / "step-00000010"
+    (newest / "rng.json").unlink()
+    assert main.main(["audit", str(run)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("step 5, 60 samples consumed")
+    assert f"passed over {newest}: rng.json is missing\n" in text
+
+
+def test_masked_samples_are_in_the_verdict(drawn_shards: Path, tmp_path: Path) -> None:
+    train_here(drawn_shards, tmp_path, open_poisoned(75), train__on_not_finite="skip")
+    text = audit.as_text(audit_of(tmp_path))
+    assert text.endswith("OK, but 12 masked: every other sample of the order exactly once")
+
+
+def test_shards_are_found_from_where_the_run_was_started_or_where_one_says(
+    drawn_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = Path(shutil.copytree(drawn_shards, tmp_path / "here" / "shards"))
+    monkeypatch.chdir(tmp_path / "here")
+    train_here(Path("shards"), tmp_path / "run", train__num_steps=2)
+    monkeypatch.chdir(tmp_path)
+    assert audit_of(tmp_path / "run").ok
+    moved = shards.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"shards: .*; the path is the data.shards that the run .* --shards DIR"):
+        audit_of(tmp_path / "run")
+    assert main.main(["audit", str(tmp_path / "run"), "--shards", str(moved)]) == 0
+    assert main.main(["batch", str(tmp_path / "run"), "--step", "1", "--shards", str(moved)]) == 0
+    assert main.main(["report", str(tmp_path / "run"), "--shards", str(moved)]) == 0
+    assert "no pictures" not in capsys.readouterr().err
 
 
 def test_batch_is_right_behind_skips_and_across_segments(

@@ -18,8 +18,9 @@ from shards.errors import FormatError, UserError
 from shards.order import Order, OrderSettings
 from shards.reader import SplitReader
 from shards.stream import Slot, Stream
+from xctrain.captions import choose_captions
 from xctrain.collate import Batch, Row
-from xctrain.loader import Loader, SlotRows, choose_captions, num_workers
+from xctrain.loader import Loader, SlotRows, num_workers
 
 
 def make_loader(

@@ -11,7 +11,7 @@ from small import config_of, train_here
 from shards.reader import SplitReader
 from xctrain import __main__ as main
 from xctrain.basemodel import ensure_base_model
-from xctrain.errors import CheckpointError, ConfigError, RunError
+from xctrain.errors import CheckpointError, ConfigError
 from xctrain.session import config_of as stored_config
 from xctrain.session import open_model, trained_family
 
@@ -60,7 +60,7 @@ def test_pictures_that_are_not_there_are_refused(run: Path, tmp_path: Path, name
 
 
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"has no config.yaml, so it is not a run folder; give the run.dir of a run"):
+    with pytest.raises(ConfigError, match=r"has no config.yaml, so it is not a run folder; give the run.dir of a run"):
         main.main(["caption", str(tmp_path), "x.png"])
 
 
@@ -96,3 +96,23 @@ def test_split_is_scored_from_the_command_line(
     values = json.loads(capsys.readouterr().out)
     assert (values["checkpoint"], values["split"], values["num_images"]) == ("step-00000001", "val", 3)
     assert len(out.read_text().splitlines()) == 3
+
+
+def test_score_of_a_run_that_is_not_there_is_wrong_usage_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "typo"
+    with pytest.raises(
+        ConfigError, match=rf"run.dir is {folder}, there is no such folder; train first, or give another"
+    ):
+        main.main(["evaluate", str(run / "config.yaml"), f"run.dir={folder}"])
+    assert not folder.exists()
+
+
+def test_older_checkpoint_is_taken_with_a_word(
+    run: Path, drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    newer = Path(shutil.copytree(copied / "checkpoints/step-00000001", copied / "checkpoints/step-00000002"))
+    (newer / "rng.json").unlink()
+    _, path = trained_family(config_of(drawn_shards, copied, **SHORT), "newest")
+    assert path == copied / "checkpoints" / "step-00000001"
+    assert f"passed over {newer}: rng.json is missing\n" in capsys.readouterr().err
