@@ -91,6 +91,16 @@ class ModelConfig(_Section):
     views_at_once: PositiveInt = Field(
         16, description="xcomposer: tiles that the image encoder sees in one call; memory decides"
     )
+    plora: Literal["base", "frozen", "training"] = _trajectory(
+        "base",
+        "xcomposer: its low-rank branches for image positions; base: as the base model, so they train in full fine-tuning "
+        "and are frozen beside an adapter, as upstream: the adapter acts on image positions too. Their dropout stays on",
+    )
+    separators: Literal["base", "frozen", "training"] = _trajectory(
+        "base",
+        "xcomposer: the two vectors at ends of lines and between views; base: as for plora. Upstream's LoRA trained them by "
+        "accident and lost them on saving",
+    )
     gradient_checkpointing: bool = Field(
         False, description="compute each layer again in the backward pass; a third slower, in far less memory"
     )
@@ -103,7 +113,7 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _fields_of_family(self) -> "ModelConfig":
-        own = {"layout", "hd_num", "views_at_once"}
+        own = {"layout", "hd_num", "views_at_once", "plora", "separators"}
         changed = sorted(
             n for n in own & self.model_fields_set if getattr(self, n) != type(self).model_fields[n].default
         )
@@ -120,8 +130,13 @@ class AdapterConfig(_Section):
         "none: the base itself trains; lora: the base is frozen; qlora: frozen, the linear layers of its language model in "
         "4 bits (nf4, scales quantised again), a quarter of their memory in bf16",
     )
-    rank: PositiveInt = _trajectory(16, "inner size of the matrices; more learns more, in more memory")
-    alpha: PositiveFloat = _trajectory(32.0, "their product counts alpha / rank times; usually once or twice the rank")
+    rank: PositiveInt = _trajectory(
+        16, "inner size of the matrices; more learns more, in more memory. Family xcomposer: 64, as published"
+    )
+    alpha: PositiveFloat = _trajectory(
+        32.0,
+        "their product counts alpha / rank times; usually once or twice the rank. Family xcomposer: 64, as published",
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = _trajectory(
         0.05, "share of their inputs that is dropped; the common value"
     )
@@ -138,6 +153,10 @@ class AdapterConfig(_Section):
     compute: Literal["float32", "bfloat16", "float16"] = _trajectory(
         "bfloat16", "qlora: type that 4-bit weights are multiplied in; float16 where a GPU lacks bfloat16"
     )
+
+
+# What a family's adapters have unless told otherwise, where that is not the above: its published recipe.
+_ADAPTERS: dict[str, dict[str, Any]] = {"xcomposer": {"rank": 64, "alpha": 64.0}}
 
 
 class TrainConfig(_Section):
@@ -218,6 +237,14 @@ class Config(_Section):
     train: TrainConfig
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapter_of_family(cls, values: Any) -> Any:
+        match values:
+            case {"model": {"family": str(family)}, "adapter": {"kind": "lora" | "qlora"}}:
+                return {**values, "adapter": {**_ADAPTERS.get(family, {}), **values["adapter"]}}
+        return values
 
     @model_validator(mode="after")
     def _adapter_or_freeze(self) -> "Config":

@@ -45,6 +45,24 @@ CONFIG: dict[str, Any] = {
     },
 }
 
+# An eighth of the published model's width, in every part.
+EIGHTH: dict[str, Any] = {
+    "vocab_size": 11568,
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "plora_r": 32,
+    "plora_alpha": 32,
+    "vision_config": {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+    },
+}
+
 
 def build_xcomposer(folder: Path, seed: int = 0, texts: Iterable[str] = TEXTS, **changes: Any) -> Path:
     """Write a checkpoint with random weights and a tokenizer of its own; ``changes`` to its configuration."""
@@ -86,3 +104,24 @@ def _num_pieces(tokenizer: bytes) -> int:
     from sentencepiece import SentencePieceProcessor
 
     return int(SentencePieceProcessor(model_proto=tokenizer).get_piece_size())
+
+
+def write_large(folder: Path, max_shard_bytes: int) -> tuple[int, int]:
+    """Write a checkpoint of an eighth of the published width, in bfloat16 and in shards; bytes of all and of the largest."""
+    from huggingface_hub import save_torch_state_dict
+
+    from xctrain.models.xcomposer_weights import empty_model, official_name
+
+    folder.mkdir(parents=True)
+    tokenizer = tokenizer_model(TEXTS)
+    (folder / "tokenizer.model").write_bytes(tokenizer)
+    config = {**CONFIG, **EIGHTH}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        official_name(name): torch.empty(p.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        for name, p in empty_model(XComposerConfig.model_validate(config)).named_parameters()
+    }
+    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_bytes)
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    return sum(sizes), max(sizes)

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from shards.errors import ConfigError
-
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import nn
@@ -44,11 +42,9 @@ def open_family(
         ConfigError: it cannot be loaded, or not as the config wants it.
     """
     if config.family == "xcomposer":
-        if adapter and adapter.kind != "none":
-            raise ConfigError(f"adapter.kind is {adapter.kind}, family xcomposer trains without adapters so far")
         from xctrain.models.xcomposer import XComposerFamily
 
-        return XComposerFamily.open(config, base)
+        return XComposerFamily.open(config, base, adapter, seed)
     from xctrain.models.hf import HfFamily  # late: transformers takes seconds
 
     return HfFamily.open(config, base, adapter, seed)  # family tiny differs only in where its folder comes from

@@ -28,6 +28,8 @@ _KINDS_SHOWN = 12  # candidates in a refusal
 def adapt(model: nn.Module, config: "AdapterConfig", language_layers: Sequence[str], seed: int) -> tuple[str, ...]:
     """Freeze ``model``, put its language model in 4 bits if asked, and add adapters; names of what trains now.
 
+    Layers that were loaded in 4 bits stay as they are.
+
     ``language_layers`` are the names of the language model's linear layers; the others are those elsewhere.
 
     Raises:
@@ -51,7 +53,8 @@ def adapt(model: nn.Module, config: "AdapterConfig", language_layers: Sequence[s
                 f"adapter.train_also: fits {min(in_4_bits)}, which qlora holds in 4 bits, where it cannot train; "
                 "choose other parameters, or adapter.kind=lora"
             )
-        quantise(model, language_layers, getattr(torch, config.compute))
+        wide = [name for name in language_layers if type(model.get_submodule(name)) is nn.Linear]
+        quantise(model, wide, getattr(torch, config.compute))
     return add_adapter(model, config, targets, whole, seed)
 
 
@@ -98,27 +101,32 @@ def quantise(model: nn.Module, names: Iterable[str], compute: torch.dtype) -> No
     Raises:
         ConfigError: a layer's width is not a multiple of 32.
     """
+    for name in names:
+        quantise_layer(model, name, model.get_submodule(name).get_parameter("weight").data, compute)
+
+
+def quantise_layer(model: nn.Module, name: str, data: torch.Tensor, compute: torch.dtype) -> None:
+    """As ``quantise``, for one layer whose weight is ``data``: the layer itself may have no memory yet."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    for name in names:
-        layer = model.get_submodule(name)
-        assert type(layer) is nn.Linear
-        width, data = layer.in_features, layer.weight.data
-        # Numbers that share a scale must lie in one row: on CPUs with AVX-512, bitsandbytes 0.50 reads rows that are
-        # not whole blocks with scales of other rows, and says nothing.
-        block = next((size for size in _BLOCKS if width % size == 0), None)
-        if block is None:
-            raise ConfigError(
-                f"adapter.kind is qlora, {name} is {width} wide, not a multiple of {_BLOCKS[-1]}; use adapter.kind=lora"
-            )
-        short = Linear4bit(width, layer.out_features, bias=False, compute_dtype=compute, device="meta")
-        weight = Params4bit(data, blocksize=block, quant_type="nf4", compress_statistics=True, module=short)
-        short.weight = weight.to(data.device)  # this is what quantises
-        short.bias = layer.bias
-        # Else captioning on a CPU re-packs the weights for good, in a form through which no gradient flows: training
-        # would go on after an evaluation without the layers below.
-        short.support_avx512bf16_for_cpu = False
-        replace_layer(model, name, short)
+    layer = model.get_submodule(name)
+    assert type(layer) is nn.Linear
+    width = layer.in_features
+    # Numbers that share a scale must lie in one row: on CPUs with AVX-512, bitsandbytes 0.50 reads rows that are
+    # not whole blocks with scales of other rows, and says nothing.
+    block = next((size for size in _BLOCKS if width % size == 0), None)
+    if block is None:
+        raise ConfigError(
+            f"adapter.kind is qlora, {name} is {width} wide, not a multiple of {_BLOCKS[-1]}; use adapter.kind=lora"
+        )
+    short = Linear4bit(width, layer.out_features, bias=False, compute_dtype=compute, device="meta")
+    weight = Params4bit(data, blocksize=block, quant_type="nf4", compress_statistics=True, module=short)
+    short.weight = weight.to(data.device)  # this is what quantises
+    short.bias = layer.bias
+    # Else captioning on a CPU re-packs the weights for good, in a form through which no gradient flows: training
+    # would go on after an evaluation without the layers below.
+    short.support_avx512bf16_for_cpu = False
+    replace_layer(model, name, short)
 
 
 def merge(model: nn.Module) -> int:

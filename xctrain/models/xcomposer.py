@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shards.errors import ConfigError
 from xctrain.collate import Batch, Row
 from xctrain.loss import IGNORED
+from xctrain.models.adapter import adapt
 from xctrain.models.hf import evaluating
 from xctrain.models.lengths import require_all_fit, require_fit
 from xctrain.models.parameters import freeze
@@ -20,10 +21,13 @@ from xctrain.models.xcomposer_generate import write_greedily
 from xctrain.models.xcomposer_model import XComposer
 from xctrain.models.xcomposer_prompt import LAYOUTS, Encoder, TokenRow, chat_text, pad_rows
 from xctrain.models.xcomposer_tokenizer import Tokenizer
-from xctrain.models.xcomposer_weights import copy_rest, load_model, save_model
+from xctrain.models.xcomposer_weights import copy_rest, decoder_linears, load_model, save_model
 
 if TYPE_CHECKING:
-    from xctrain.config import ModelConfig
+    from xctrain.config import AdapterConfig, ModelConfig
+
+# Parts with a setting of their own in the config, and their parameters.
+_PARTS = {"plora": "*_plora.*", "separators": "plora_*_GN"}
 
 
 class CaptionModel(nn.Module):
@@ -35,9 +39,16 @@ class CaptionModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Float32 scalar: cross-entropy summed over the batch's targets."""
+        return self.model.summed_loss(self._hidden(batch), batch.labels)
+
+    def last_logits(self, batch: Batch) -> Tensor:
+        """Float32 logits [targets, vocabulary] of the positions that predict a target."""
+        return self.model.logits(self._hidden(batch)[:, :-1][batch.labels[:, 1:] != IGNORED])
+
+    def _hidden(self, batch: Batch) -> Tensor:
         # Padding stands on the right, where no target looks: causal attention needs no mask, and flash kernels take it.
-        hidden = self.model(self.model.embed(batch.inputs), batch.inputs["image_mask"])
-        return self.model.summed_loss(hidden, batch.labels)
+        hidden: Tensor = self.model(self.model.embed(batch.inputs), batch.inputs["image_mask"])
+        return hidden
 
 
 @dataclass(frozen=True)
@@ -109,11 +120,13 @@ class XComposerFamily:
     base: Path  # the folder it came from
 
     @classmethod
-    def open(cls, config: "ModelConfig", base: Path | str) -> "XComposerFamily":
+    def open(
+        cls, config: "ModelConfig", base: Path | str, adapter: "AdapterConfig | None" = None, seed: int = 0
+    ) -> "XComposerFamily":
         """The model in the folder ``base``. Nothing is downloaded, and no code that lies there is run.
 
         Raises:
-            ConfigError: it is not a whole checkpoint of XComposer2.5, or a freeze pattern fits nothing.
+            ConfigError: it is not a whole checkpoint of XComposer2.5, or a pattern of what trains fits nothing.
         """
         folder = Path(base)
         architecture = read_config(folder)
@@ -125,10 +138,15 @@ class XComposerFamily:
             hd_num=config.hd_num,
         )
         collator = Collator(encoder, config.prompt, architecture.pad_token_id, config.max_length)
-        model = load_model(architecture, folder, getattr(torch, config.dtype))
+        compute = getattr(torch, adapter.compute) if adapter and adapter.kind == "qlora" else None
+        model = load_model(architecture, folder, getattr(torch, config.dtype), compute)
         model.checkpoint_gradients(config.gradient_checkpointing)
         model.views_at_once = config.views_at_once
-        freeze(model, config.freeze)
+        if adapter is None or adapter.kind == "none":
+            freeze(model, (*config.freeze, *_parts_that_are(config, "frozen")))
+        else:
+            also = (*adapter.train_also, *_parts_that_are(config, "training"))
+            adapt(model, adapter.model_copy(update={"train_also": also}), decoder_linears(model), seed)
         return cls(CaptionModel(model), collator, folder)
 
     def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
@@ -149,3 +167,8 @@ class XComposerFamily:
         """Write a folder in the layout of the published checkpoint, under its names; it opens without a network."""
         save_model(self.module.model, folder)
         copy_rest(self.base, folder)
+
+
+def _parts_that_are(config: "ModelConfig", setting: str) -> list[str]:
+    """Patterns of the parts that the config gives this setting."""
+    return [pattern for part, pattern in _PARTS.items() if getattr(config, part) == setting]

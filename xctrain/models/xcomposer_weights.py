@@ -1,5 +1,6 @@
 """Official checkpoints to the model and back: safetensors or `.bin` files, whole or in shards."""
 
+import ctypes
 import json
 import re
 import shutil
@@ -13,7 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shards.errors import ConfigError
+from xctrain.models.adapter import quantise_layer
 from xctrain.models.xcomposer_config import XComposerConfig
+from xctrain.models.xcomposer_decoder import DECODER_LINEARS
 from xctrain.models.xcomposer_model import XComposer
 
 # Adapters for web pages and for writing, which training and chat never use; CLIP's last norm, which XComposer leaves
@@ -94,13 +97,25 @@ def empty_model(config: XComposerConfig) -> XComposer:
         return XComposer(config)
 
 
-def load_model(config: XComposerConfig, folder: Path, dtype: torch.dtype) -> XComposer:
+def decoder_linears(model: XComposer) -> list[str]:
+    """Names of the decoder's linears without their PLoRA: what adapters wrap and 4 bits replace."""
+    return [name for name, _ in model.named_modules() if name.rpartition(".")[2] in DECODER_LINEARS]
+
+
+def load_model(
+    config: XComposerConfig, folder: Path, dtype: torch.dtype, compute: torch.dtype | None = None
+) -> XComposer:
     """The model with the weights of an official checkpoint, in ``dtype``. Never holds a weight twice.
 
+    With ``compute``, the decoder's linears are held in 4 bits, each from the moment it is read, and multiply in that
+    type.
+
     Raises:
-        ConfigError: a weight is missing, not the model's, or of another shape.
+        ConfigError: a weight is missing, not the model's, or of another shape; or a linear does not fit 4 bits.
     """
     model = empty_model(config)
+    quantiser = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU needs minutes for the 7B model
+    short = {f"{name}.weight" for name in decoder_linears(model)} if compute else set()
     missing = dict(model.named_parameters())
     for official, tensor in read_tensors(folder):
         name = own_name(official)
@@ -117,7 +132,11 @@ def load_model(config: XComposerConfig, folder: Path, dtype: torch.dtype) -> XCo
                 f"{tuple(expected.shape)}; fetch both from one place",
                 path=folder,
             )
-        place(model, name, nn.Parameter(tensor.to(dtype, copy=True)))
+        if compute and name in short:
+            quantise_layer(model, name.removesuffix(".weight"), tensor.to(quantiser, dtype), compute)
+            _give_back_freed_memory()
+        else:
+            place(model, name, nn.Parameter(tensor.to(dtype, copy=True)))
     if missing:
         raise ConfigError(
             f"model.path: {folder} lacks {len(missing)} weights of XComposer2.5, {official_name(min(missing))} for "
@@ -125,6 +144,12 @@ def load_model(config: XComposerConfig, folder: Path, dtype: torch.dtype) -> XCo
             path=folder,
         )
     return model
+
+
+def _give_back_freed_memory() -> None:
+    """Tensors of some MB that come and go between others that stay leave gaps, which glibc would keep: half a model."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
