@@ -26,7 +26,7 @@ from pipelines.progress import Progress, progress_bar
 from pipelines.state import SETTINGS, State, read_checked, shard_files, write_checked, write_result
 from pipelines.workers import Workers
 from shards.atomic import write_file, written_aside
-from shards.errors import ConfigError, describe
+from shards.errors import ConfigError, counted, describe
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
 from shards.sample import Sample, canonical_json
@@ -209,7 +209,7 @@ class Build:
         limit = f"no record of split {empty[0]} is left" if empty else f"build.max_reject_share={allowed:g} allows"
         limit += "" if empty else f" {int(allowed * self.num_records)}"
         raise RejectShareError(
-            f"{self.config.out}: {total} of {self.num_records} records were rejected ({reasons}), {limit}; nothing was "
+            f"{self.config.out}: {total} of {counted(self.num_records, 'record')} rejected ({reasons}), {limit}; nothing was "
             f"published; look into {self.state.folder / 'rejects.jsonl'}, then correct the source, the filters or the share",
             path=self.config.out,
         )

@@ -47,14 +47,14 @@ def list_files(split: Split) -> Listing:
     stamps = tuple(_stamp(images, record) for record in split.records)
     if all(isinstance(s, Rejection) and s.reason is Reason.UNREADABLE_FILE for s in stamps):
         raise ConfigError(
-            f"{split.images}: none of the {len(stamps)} images of {split.annotations} can be read, for example "
+            f"{split.images}: not one image of {split.annotations} ({len(stamps)}) can be read, for example "
             f"{split.records[0].file_name!a}; give this user the right to read them",
             path=split.images,
         )
     if all(isinstance(s, Rejection) and s.reason is Reason.MISSING_FILE for s in stamps):
         first = split.records[0].file_name
         raise ConfigError(
-            f"{split.images}: none of the {len(stamps)} images of {split.annotations} is in it, for example "
+            f"{split.images}: not one image of {split.annotations} ({len(stamps)}) is in it, for example "
             f"{first!a}; give the folder or zip that holds them",
             path=split.images,
         )

@@ -145,7 +145,8 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
     return (
         record.name != "prefect.task_runs"
         and not record.exc_info
-        and not record.getMessage().startswith("Crash detected")  # it was stopped, which its command says
+        # a build that was stopped is no crash, and its command says so
+        and not record.getMessage().startswith(("Crash detected", "Finished in state Crashed"))
         and not record.getMessage().startswith("View at http://127.0.0.1")
     )
 

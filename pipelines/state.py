@@ -73,9 +73,9 @@ class State:
         if self.out.is_symlink() and not self.out.exists():
             raise ConfigError(f"{self.out}: is a link to {self.out.readlink()}, which does not exist; change out")
         existing = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
-        if not existing.is_dir():
-            raise ConfigError(f"{existing}: is a file, expected a folder to write shards to; change out", path=self.out)
-        for path in (existing, *filter(Path.exists, (self.folder, self.folder / "results", self.next))):
+        for path in (existing, *filter(Path.exists, (self.folder, self.slices, self.folder / "results", self.next))):
+            if not path.is_dir():
+                raise ConfigError(f"{path}: is a file, expected a folder to write shards to; change out", path=self.out)
             if not os.access(path, os.W_OK | os.X_OK):
                 raise ConfigError(
                     f"{path}: this user may not write there; change out, or give the right to it", path=self.out

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shards import cli
-from shards.errors import ConfigError
+from shards.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from shards.manifest import Manifest
@@ -66,7 +66,7 @@ def list_shards(arguments: argparse.Namespace) -> int:
     _print_table(("shard", "split", "samples", "size", "sha256"), rows)
     for split, samples in manifest.splits.items():
         entries = manifest.of_split(split)
-        number = f"{cli.counted(samples, 'sample')} in {cli.counted(len(entries), 'shard')}"
+        number = f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}"
         print(f"{split}: {number}, {_size(sum(s.num_bytes for s in entries))}")
     print(f"manifest_id {manifest.manifest_id}")
     return 0
@@ -126,8 +126,8 @@ def verify_folder(arguments: argparse.Namespace) -> int:
             print(finding)
     for path, count in shown.items():
         if count > MAX_SHOWN:
-            print(f"{path}: {cli.counted(count - MAX_SHOWN, 'more finding')}; --json lists them")
-    samples = f"{cli.counted(sum(manifest.splits.values()), 'sample')} in {cli.counted(len(manifest.shards), 'shard')}"
+            print(f"{path}: {counted(count - MAX_SHOWN, 'more finding')}; --json lists them")
+    samples = f"{counted(sum(manifest.splits.values()), 'sample')} in {counted(len(manifest.shards), 'shard')}"
     if findings:
         advice = [
             "remove what is not in the manifest, or build into another folder"
@@ -135,7 +135,7 @@ def verify_folder(arguments: argparse.Namespace) -> int:
             else "",
             "run the build again to restore what differs" if not all(f.stranger for f in findings) else "",
         ]
-        found = f"{cli.counted(len(findings), 'finding')} in {cli.counted(len(shown), 'file')}"
+        found = f"{counted(len(findings), 'finding')} in {counted(len(shown), 'file')}"
         print(f"{found}, {samples}; {'; '.join(filter(None, advice))}")
         return 1
     print(f"ok: {samples}, every byte as the manifest says")
@@ -152,7 +152,7 @@ def print_stats(arguments: argparse.Namespace) -> int:
         _print_json(stats)
         return 0
     for split, values in stats["splits"].items():
-        number = f"{cli.counted(values['samples'], 'sample')}, {cli.counted(values['captions'], 'caption')}"
+        number = f"{counted(values['samples'], 'sample')}, {counted(values['captions'], 'caption')}"
         print(f"{split}: {number}, {_size(values['bytes'])}")
         for name in ("extensions", "flags"):
             counts = ", ".join(f"{key} {count}" for key, count in values[name].items())

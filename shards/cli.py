@@ -52,11 +52,6 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         return 130
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 shard``, ``2 shards``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse ``argv``; ``section.field=value`` texts may stand anywhere, also behind an option, where argparse takes none.
 

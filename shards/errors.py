@@ -64,3 +64,8 @@ def describe(error: OSError) -> str:
         where = f"{folder}{slash}{name[1:].removesuffix('.tmp')}"
     advice = _ADVICE.get(error.errno or 0)
     return f"{where}: {error.strerror or error}" + (f"; {advice}" if advice else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

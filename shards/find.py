@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
-from shards.errors import FormatError, ShardsError, describe
+from shards.errors import FormatError, ShardsError, counted, describe
 from shards.index import REBUILD
 from shards.manifest import Manifest, ShardEntry
 from shards.reader import SplitReader
@@ -37,7 +37,9 @@ def find_key(folder: Path, manifest: Manifest, key: str) -> tuple[SplitReader, i
         raise damaged[0]
     keys = sorted(m.key for split in manifest.splits for m in SplitReader(folder, split, manifest).metas())
     near = ", ".join(nearest(key, keys)) or "none, the dataset is empty"
-    raise ShardsError(f"{folder}: key {key} is not among its {len(keys)} samples; nearest keys: {near}", key=key)
+    raise ShardsError(
+        f"{folder}: key {key} is not among its {counted(len(keys), 'sample')}; nearest keys: {near}", key=key
+    )
 
 
 def require_index(folder: Path, shard: ShardEntry) -> None:

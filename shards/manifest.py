@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shards.atomic import write_file
-from shards.errors import ConfigError, FormatError, ShardsError, describe
+from shards.errors import ConfigError, FormatError, ShardsError, counted, describe
 from shards.sample import canonical_json
 
 NAME = "manifest.json"
@@ -77,7 +77,7 @@ class Manifest:
         """
         shards = tuple(s for s in self.shards if s.split == split)
         if not shards:
-            known = ", ".join(f"{name} ({total} samples)" for name, total in self.splits.items()) or "none"
+            known = ", ".join(f"{name} ({counted(total, 'sample')})" for name, total in self.splits.items()) or "none"
             raise ConfigError(f"split {split!r} is not in the dataset; it has: {known}")
         return shards
 

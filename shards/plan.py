@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.errors import ConfigError
+from shards.errors import ConfigError, counted
 from shards.order import Order, OrderSettings
 from shards.stream import Stream, accumulation, possible_world_sizes
 
@@ -73,8 +73,8 @@ def _notes(order: Order, global_batch: int) -> list[str]:
         )
     if len(order.fragment_starts) < 2 * lanes:
         notes.append(
-            f"there are only {len(order.fragment_starts)} fragments for {lanes} lanes, so epochs are mixed little; "
-            "a smaller order.fragment mixes better"
+            f"there are only {counted(len(order.fragment_starts), 'fragment')} for {counted(lanes, 'lane')}, so "
+            "epochs are mixed little; a smaller order.fragment mixes better"
         )
     notes.append("any number of workers works, as processes share samples, not shards")
     return notes

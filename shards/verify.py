@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shards import ustar
-from shards.cli import counted
+from shards.errors import counted
 from shards.index import index_problem
 from shards.manifest import NAME, Manifest, ShardEntry
 from shards.reader import MismatchError, SampleMeta, checked_payloads, parse_meta
@@ -100,7 +100,7 @@ def _meta_lines(folder: Path, entry: ShardEntry, findings: list[Finding]) -> lis
             lines.append(None)
     if len(lines) != entry.num_samples:
         findings.append(
-            Finding(entry.meta_name, None, f"has {len(lines)} lines, the manifest says {entry.num_samples}")
+            Finding(entry.meta_name, None, f"has {counted(len(lines), 'line')}, the manifest says {entry.num_samples}")
         )
     return lines if len(findings) == before else []
 
@@ -112,7 +112,7 @@ def _check_index(folder: Path, entry: ShardEntry, lines: list[SampleMeta | None]
     if raw is None:
         return
     if len(raw) != 8 * (entry.num_samples + 1):
-        expected = f"expected {8 * (entry.num_samples + 1)} for {entry.num_samples} samples"
+        expected = f"expected {8 * (entry.num_samples + 1)} for {counted(entry.num_samples, 'sample')}"
         yield Finding(entry.idx_name, None, f"has {len(raw)} bytes, {expected}")
         return
     offsets = np.frombuffer(raw, "<u8").astype(np.int64)

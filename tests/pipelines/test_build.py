@@ -161,9 +161,12 @@ def test_what_the_build_remembers_heals_itself(photos, make_config, data_files, 
 
 def test_a_place_that_cannot_be_written_is_said_before_anything_starts(photos, make_config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / ".build").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for out, message in (
         (tmp_path / "file" / "deep" / "out", "file: is a file, expected a folder to write shards to"),
+        (tmp_path / "odd", ".build: is a file, expected a folder"),
         (tmp_path / "link", "link: is a link to .*gone, which does not exist; change out"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -306,7 +309,7 @@ def test_a_folder_of_somebody_else_is_refused(photos, make_config, tmp_path):
 
 def test_a_wrong_images_folder_is_refused_before_anything_is_written(photos, make_config, tmp_path):
     source = {"annotations": photos / "annotations" / "captions_train2017.json", "images": photos / "val2017"}
-    with pytest.raises(ConfigError, match=r"none of the 24 images .* for example '000000000001.jpg'"):
+    with pytest.raises(ConfigError, match=r"not one image of .* \(24\) is in it, for example '000000000001.jpg'"):
         run_plain(make_config(source, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -373,9 +376,7 @@ def test_a_shard_without_any_sample_is_left_out(coco, make_config, pictures, tmp
 def test_too_many_rejections_publish_nothing(coco, make_config, pictures, tmp_path):
     files = {f"{i}.jpg": pictures.encode(pictures.photo(i)) if i < 7 else b"" for i in range(10)}
     source, out = coco(tmp_path / "source", files), tmp_path / "out"
-    message = (
-        r"3 of 10 records were rejected \(empty_file 3\), build.max_reject_share=0.2 allows 2; nothing was published"
-    )
+    message = r"3 of 10 records rejected \(empty_file 3\), build.max_reject_share=0.2 allows 2; nothing was published"
     with pytest.raises(RejectShareError, match=message):
         run_plain(make_config(source, out, build={"max_reject_share": 0.2}))
     assert not (out / "manifest.json").exists()
@@ -397,7 +398,7 @@ def test_the_old_dataset_stays_while_the_new_one_is_too_bad(photos, make_config,
 
 def test_a_split_that_is_all_rejected_is_an_error(coco, make_config, tmp_path):
     source = coco(tmp_path / "source", {"a.jpg": b"x", "b.jpg": b"y"})
-    with pytest.raises(RejectShareError, match=r"2 of 2 records .* no record of split train is left"):
+    with pytest.raises(RejectShareError, match=r"2 of 2 records rejected .* no record of split train is left"):
         run_plain(make_config(source, tmp_path / "out", build={"max_reject_share": 1}))
 
 

@@ -69,7 +69,7 @@ def test_a_failed_build_is_one_paragraph_and_a_failed_run(api, command, config_f
     process = command("build", config_file, "filters.min_side_px=1000")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "29 of 29 records were rejected (too_small 29)" in errors
+    assert "29 of 29 records rejected (too_small 29)" in errors
     assert "Traceback" not in errors
     assert ask(api, "/flow_runs/count", failed) == before + 1
 
