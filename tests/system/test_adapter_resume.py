@@ -72,12 +72,29 @@ def test_killed_run_of_an_adapter_is_bit_identical(
     assert [line["previous_end"] for line in runs.events(killed, "start")] == [None, "killed"]
     table = dict(line.split()[:2] for line in text.splitlines() if line.startswith("model."))
     assert table == {"model.vision_tower": "0", "model.multi_modal_projector": "0", "model.language_model": "13,056"}
-    holds_only_the_adapter(straight / "checkpoints" / f"step-{NUM_STEPS:08d}", base)
+    holds_only_the_adapter(straight / "checkpoints" / f"step-{NUM_STEPS:08d}", base, share=0.05)
 
 
-def holds_only_the_adapter(checkpoint: Path, base: Path) -> None:
+def holds_only_the_adapter(checkpoint: Path, base: Path, share: float) -> None:
     saved = load_file(checkpoint / "model.safetensors")
     assert {name.rpartition(".lora_")[2] for name in saved} == {"A.default.weight", "B.default.weight"}
     assert all((weight != 0).any() for weight in saved.values())
     sizes = [(folder / "model.safetensors").stat().st_size for folder in (checkpoint, base)]
-    assert sizes[0] < 0.05 * sizes[1]
+    assert sizes[0] < share * sizes[1]
+
+
+@pytest.mark.parametrize("name", [pytest.param("hf-lora", marks=pytest.mark.slow), "hf-qlora"])
+def test_shipped_config_trains_and_scores_a_small_model(
+    drawn_shards: Path, tmp_path: Path, base: Path, name: str
+) -> None:
+    """As it is shipped, but for where things lie and how long it goes on."""
+    config = runs.TESTS.parent / "configs" / f"{name}.yaml"
+    where = [f"model.path={base}", f"data.shards={drawn_shards}", f"run.dir={tmp_path / 'run'}", "data.workers=0"]
+    short = ["train.epochs=1.28", "eval.every=2", "eval.num_images=2", "eval.max_new_tokens=2"]
+
+    command = [sys.executable, "-m", "xctrain", "launch", str(config), "--processes", "1", *where, *short]
+    runs.finish(runs.start(command))
+
+    assert [line["step"] for line in runs.events(tmp_path / "run", "step")] == [1, 2]
+    assert [line["step"] for line in runs.events(tmp_path / "run", "eval")] == [0, 2]
+    holds_only_the_adapter(tmp_path / "run" / "checkpoints" / "step-00000002", base, share=0.2)
