@@ -1,19 +1,24 @@
 """Where the base model lies, and what names it: the tiny one is built there on first use."""
 
 import hashlib
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from safetensors import SafetensorError, safe_open
 
 from shards.reader import SplitReader
 from xctrain.config import Config
-from xctrain.errors import ConfigError
+from xctrain.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from xctrain.models import Family
 
 _IDENTITY = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_HUB_TIMEOUT_S = 10
 
 
 def base_model(config: Config) -> Path | str:
@@ -31,16 +36,70 @@ def ensure_base_model(config: Config, reader: SplitReader) -> None:
             from xctrain.models.tiny import build_tiny
 
             base.parent.mkdir(parents=True, exist_ok=True)
-            build_tiny(base, _captions(reader), config.train.seed)
-    elif config.model.path and not base.exists() and config.model.path.startswith((".", "/", "~")):
-        raise ConfigError(f"model.path: {base}: there is no such folder; give a model folder or a hub name", path=base)
+            try:
+                build_tiny(base, _captions(reader), config.train.seed)
+            except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+                raise RunError(
+                    f"{base}: the tiny model cannot be written: {error}; make room, then start again", path=base
+                ) from error
+    elif config.model.path and not base.exists():
+        if config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") != 1:
+            raise ConfigError(
+                f"model.path: {base}: there is no such folder; give a model folder or a hub name, as in owner/model",
+                path=base,
+            )
+        _require_hub_model(config.model.path, config.model.revision)
+
+
+def _require_hub_model(name: str, revision: str | None) -> None:
+    """Ask the hub once, as loading would try every file for minutes; what is in its cache will do without a network."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The base of the first is what its HTTP client raises, which has changed before.
+    errors = cast("tuple[type[Exception], ...]", (*HfHubHTTPError.__bases__, OSError, ValueError))
+    try:
+        HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S)
+    except errors as error:
+        why = str(error).strip().partition("\n")[0]
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            raise ConfigError(
+                f"model.path: {name}: there is no such folder, and the hub does not have it or cannot be asked: {why}; "
+                "give a model folder, or check the name and the network",
+                path=name,
+            ) from error
+        print(
+            f"model.path: {name}: the hub cannot be asked: {why}; HF_HUB_OFFLINE=1 takes it from the cache at once",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def _damage_named(base: Path | str) -> Iterator[None]:
+    """Say which of the weight files is damaged; the library's error does not."""
+    try:
+        yield
+    except SafetensorError as error:
+        damaged = next(filter(_is_damaged, sorted(Path(base).glob("*.safetensors"))), Path(base))
+        raise ConfigError(
+            f"{damaged}: cannot be read as weights: {error}; fetch it again, or give another model.path", path=damaged
+        ) from error
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="numpy"):
+            return False
+    except SafetensorError:
+        return True
 
 
 def open_family(config: Config) -> "Family":
     """The base model in its family, with adapters beside it if the config wants them."""
     from xctrain import models
 
-    return models.open_family(config.model, base_model(config), config.adapter, config.train.seed)
+    with _damage_named(base_model(config)):
+        return models.open_family(config.model, base_model(config), config.adapter, config.train.seed)
 
 
 def _captions(reader: SplitReader) -> Iterator[str]:

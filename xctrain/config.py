@@ -189,7 +189,8 @@ class TrainConfig(_Section):
     def _one_length(self) -> "TrainConfig":
         if (self.num_steps is None) == (self.epochs is None):
             found = "both are set" if self.num_steps is not None else "neither is set"
-            raise ValueError(f"train.num_steps or train.epochs: {found}; give exactly one, the other follows")
+            how = "; add train.epochs=null or train.num_steps=null to drop one" if self.num_steps is not None else ""
+            raise ValueError(f"train.num_steps or train.epochs: {found}; give exactly one, the other follows{how}")
         return self
 
 

@@ -1,6 +1,7 @@
 """Caption a split in a fixed order and score it. Sliced by sample over the ranks; each image counts once."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,7 +64,11 @@ def evaluate(family: "Family", reader: SplitReader, config: "EvalConfig", ranks:
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         family.module.eval()
         for chunk in tqdm(
-            chunks, desc=f"captioning {config.split}", unit="batch", leave=False, disable=not ranks.is_main
+            chunks,
+            desc=f"captioning {config.split}",
+            unit="batch",
+            leave=False,
+            disable=not ranks.is_main or not sys.stderr.isatty(),
         ):
             batch_rows = [_row(rows, index) for index in chunk]
             batch = family.collator(batch_rows).to(ranks.accelerator.device)

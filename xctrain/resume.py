@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from, and whether the config allows it."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -47,6 +48,7 @@ def find(config: Config, manifest_id: str) -> tuple[ResumePoint | None, list[str
             is whole; or the config forbids it.
         CheckpointError: the named checkpoint is not whole.
     """
+    _require_known_names(config)
     checkpoints = checkpoints_of(config)
     setting = config.train.resume
     if setting == "never":
@@ -143,12 +145,7 @@ def accept_changes(config: Config, path: Path, state: TrainState, manifest_id: s
     Raises:
         ResumeError: a field differs and was not accepted, or cannot be.
     """
-    names = trajectory_fields(config)
     asked = _accepted(config)
-    if unknown := sorted(asked - names.keys() - {MODEL}):
-        raise ConfigError(
-            f"train.resume_with: {unknown[0]} is not a field that must match; those are {', '.join(names)}"
-        )
     changes = differences(config, path, state, manifest_id)
     for name, (saved, now) in changes.items():
         if name in _NEVER_ACCEPTED:
@@ -168,6 +165,14 @@ def accept_changes(config: Config, path: Path, state: TrainState, manifest_id: s
             path=path,
         )
     return {name: f"{name} was {saved}, is {now}" for name, (saved, now) in changes.items()}
+
+
+def _require_known_names(config: Config) -> None:
+    names = [*trajectory_fields(config), MODEL]
+    if unknown := sorted(_accepted(config) - {*names}):
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"those are {', '.join(names)}"
+        raise ConfigError(f"train.resume_with: {unknown[0]} is not a field that must match; {hint}")
 
 
 def _accepted(config: Config) -> set[str]:

@@ -146,20 +146,27 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     if config.eval.checkpoint == "newest" and not config.run.dir.is_dir():
         raise ConfigError(f"run.dir is {config.run.dir}, there is no such folder; train first, or give another run.dir")
     ranks = join(config)
-    if ranks.is_main:
-        ensure_base_model(config, SplitReader(config.data.shards, config.data.split, reader.manifest))
-    ranks.barrier()
+    training = SplitReader(config.data.shards, config.data.split, reader.manifest)
+    ranks.agree(lambda: ensure_base_model(config, training) if ranks.is_main else None)
     family, path = trained_family(config, config.eval.checkpoint)
     family.module.to(ranks.accelerator.device)
     result = evaluate(family, reader, config.eval, ranks)
     if ranks.is_main:
-        event = {"checkpoint": path.name if path else "base", "blank": config.eval.blank, **as_event(result)}
+        event: dict[str, Any] = {
+            "checkpoint": path.name if path else "base",
+            "blank": config.eval.blank,
+            **as_event(result),
+        }
         if out:
             write_captions(out, result.captions)
         if as_json:
             print(json.dumps(event))
         else:
-            print("\n".join(f"{name:>13}  {value}" for name, value in event.items()))
+            warnings = event.pop("warnings")
+            for name, value in event.items():
+                print(f"{name:>13}  {f'{value:.4f}' if isinstance(value, float) else value}")
+            for warning in warnings:
+                print(f"warning: {warning}")
     ranks.close()
     return 0
 
@@ -177,13 +184,17 @@ def caption_images(run_dir: Path, paths: Sequence[Path], *, as_json: bool, out: 
     """Caption pictures of the user's own with the newest checkpoint; exit code 1 if one could not be read."""
     config = config_of(run_dir)
     files = list(_picture_files(paths))
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        found = "that is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise ConfigError(f"--out is {out}, {found}; give a file in a folder that is there", path=out)
     family, _ = trained_family(config, "newest")
     _to_best_device(family)
     lines, failed = [], 0
     for path, image, error in _opened(files):
         if image is None:
             failed += 1
-            print(f"error: {path}: cannot be read as a picture: {error}; the others go on", file=sys.stderr)
+            others = "; the others go on" if len(files) > 1 else ""
+            print(f"error: {path}: cannot be read as a picture: {error}{others}", file=sys.stderr)
             continue
         [text] = family.generate([image], config.eval.max_new_tokens)
         line = json.dumps({"file": str(path), "caption": text}, ensure_ascii=False) if as_json else f"{path}: {text}"

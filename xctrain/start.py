@@ -19,7 +19,7 @@ from shards.reader import SplitReader
 from shards.stream import Stream, accumulation
 from xctrain import resume
 from xctrain.config import Config
-from xctrain.errors import RunError
+from xctrain.errors import ConfigError, RunError
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
 from xctrain.state import TrainState
 
@@ -59,7 +59,10 @@ def make_plan(config: Config, world_size: int) -> Plan:
     reader = SplitReader(config.data.shards, config.data.split)
     splits = [reader]
     if config.eval.every is not None:
-        splits.append(SplitReader(config.data.shards, config.eval.split, reader.manifest))
+        try:
+            splits.append(SplitReader(config.data.shards, config.eval.split, reader.manifest))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; set eval.split to one of those, or eval.every=null to score none") from None
     accumulation(config.train.global_batch, world_size, config.train.micro_batch)
     point, notes = resume.find(config, reader.manifest.manifest_id)
     require_whole(config, splits)
@@ -126,13 +129,16 @@ def open_model(config: Config, ranks: "Ranks", plan: Plan) -> "tuple[Family, str
     """The base model in its family, built first if it is the tiny one, and what names it."""
     from xctrain import basemodel
 
-    if ranks.is_main:
-        basemodel.ensure_base_model(config, plan.reader)
-    ranks.barrier()
-    identity = basemodel.model_id(config)
-    if plan.point:
-        resume.require_model(config, plan.point, identity)
-    return basemodel.open_family(config), identity
+    ranks.agree(lambda: basemodel.ensure_base_model(config, plan.reader) if ranks.is_main else None)
+
+    def identified() -> str:
+        identity = basemodel.model_id(config)
+        if plan.point:
+            resume.require_model(config, plan.point, identity)
+        return identity
+
+    identity = ranks.agree(identified)
+    return ranks.agree(lambda: basemodel.open_family(config)), identity
 
 
 def start(

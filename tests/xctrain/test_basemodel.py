@@ -1,5 +1,6 @@
 """Where the base model lies and what names it."""
 
+import resource
 import shutil
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 from small import config_of
 
 from shards.reader import SplitReader
-from xctrain.basemodel import base_model, ensure_base_model, model_id
-from xctrain.errors import ConfigError
+from xctrain.basemodel import base_model, ensure_base_model, model_id, open_family
+from xctrain.errors import ConfigError, RunError
 
 
 def test_tiny_model_is_built_once_and_named_alike_wherever_it_lies(drawn_shards: Path, tmp_path: Path) -> None:
@@ -38,3 +39,49 @@ def test_folder_that_is_not_there_is_named(drawn_shards: Path, tmp_path: Path) -
         ConfigError, match=r"model.path: .*nothing: there is no such folder; give a model folder or a hub"
     ):
         ensure_base_model(config, SplitReader(drawn_shards, "train"))
+
+
+@pytest.mark.parametrize("name", ["llava", "models/of/mine"])
+def test_name_that_cannot_be_the_hubs_is_a_folder_that_is_not_there(
+    drawn_shards: Path, tmp_path: Path, name: str
+) -> None:
+    config = config_of(drawn_shards, tmp_path, model__family="hf", model__path=name)
+    with pytest.raises(
+        ConfigError, match=rf"model.path: {name}: there is no such folder; give a model folder or a hub"
+    ):
+        ensure_base_model(config, SplitReader(drawn_shards, "train"))
+
+
+def test_hub_name_is_asked_for_once(drawn_shards: Path, tmp_path: Path) -> None:
+    config = config_of(drawn_shards, tmp_path, model__family="hf", model__path="nobody/nothing")
+    with pytest.raises(
+        ConfigError, match=r"nobody/nothing: there is no such folder, and the hub does not have it or can"
+    ):
+        ensure_base_model(config, SplitReader(drawn_shards, "train"))
+
+
+def test_cut_weight_file_is_named(drawn_shards: Path, tmp_path: Path) -> None:
+    config = config_of(drawn_shards, tmp_path / "run")
+    ensure_base_model(config, SplitReader(drawn_shards, "train"))
+    weights = tmp_path / "run" / "base-model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(
+        ConfigError, match=rf"{weights}: cannot be read as weights: .*; fetch it again, or give another"
+    ):
+        open_family(config)
+
+
+def test_full_disk_while_the_tiny_model_is_written_is_said(drawn_shards: Path, tmp_path: Path) -> None:
+    config = config_of(drawn_shards, tmp_path / "run")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (100, 100_000):  # in a file of its own, and in the library's weights
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(
+                RunError, match=r"base-model: the tiny model cannot be written: .*; make room, then start"
+            ):
+                ensure_base_model(config, SplitReader(drawn_shards, "train"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    ensure_base_model(config, SplitReader(drawn_shards, "train"))
+    assert (tmp_path / "run" / "base-model" / "config.json").exists()

@@ -84,7 +84,7 @@ def test_stop_request_saves_at_the_end_of_the_step(drawn_shards: Path, tmp_path:
 
 
 def test_damaged_samples_are_masked_logged_and_counted_and_move_nothing(
-    drawn_shards: Path, damaged: tuple[Path, list[str]], tmp_path: Path
+    drawn_shards: Path, damaged: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards, keys = damaged
     length = {"train__num_steps": None, "train__epochs": 1}
@@ -94,6 +94,8 @@ def test_damaged_samples_are_masked_logged_and_counted_and_move_nothing(
     assert state.samples_consumed == 100
     assert sorted(m.key for m in state.masked) == keys
     assert all(m.reason.startswith("damaged: train-0000") and "crc32 of " in m.reason for m in state.masked)
+    said = capsys.readouterr().err
+    assert all(f"masked, no loss at position {m.n}: {m.key}: {m.reason}" in said for m in state.masked)
     logged = runs.events(tmp_path / "run", "masked")
     assert [(line["n"], line["key"], line["reason"]) for line in logged] == [
         (m.n, m.key, m.reason) for m in state.masked
@@ -155,7 +157,7 @@ def test_batch_without_any_target_is_a_stated_error(drawn_shards: Path, tmp_path
         train_here(drawn_shards, tmp_path, open_speechless)
     assert str(error.value) == (
         "step 1: none of the 12 samples has a target token (0 masked); look at it with "
-        f"`python -m xctrain batch {tmp_path} --step 1`"
+        f"`python -m xctrain batch {tmp_path} --position 0`"
     )
     assert runs.events(tmp_path, "step") == []
 
@@ -179,7 +181,7 @@ def test_not_finite_loss_updates_nothing_and_leaves_the_batch_to_look_at(drawn_s
     keys = [key for n, key in sorted(positions(drawn_shards, tmp_path, 72)) if n == 75]
     text = str(error.value)
     assert text.startswith("step 7: loss is nan, gradient norm is nan; nothing was updated; first of its micro-batch: ")
-    assert f"the batch is in {folder}, look at it with `python -m xctrain batch {tmp_path} --step 7`" in text
+    assert f"the batch is in {folder}, look at it with `python -m xctrain batch {tmp_path} --position 72`" in text
     assert text.endswith("lower optim.lr, or go on past it with train.on_not_finite=skip")
     assert error.value.on_every_rank
 

@@ -103,7 +103,20 @@ def test_other_split_is_refused(drawn_shards: Path, trained: Path) -> None:
 
 def test_field_that_need_not_be_accepted_is_no_name_for_resume_with(drawn_shards: Path, trained: Path) -> None:
     text = refused(drawn_shards, trained, ConfigError, train__resume_with="train.sede")
-    assert text.startswith("train.resume_with: train.sede is not a field that must match; those are data.split, ")
+    assert text == "train.resume_with: train.sede is not a field that must match; did you mean train.seed?"
+    text = refused(drawn_shards, trained, ConfigError, train__resume_with="xyz")
+    assert text.startswith("train.resume_with: xyz is not a field that must match; those are data.split, ")
+
+
+def test_names_to_accept_are_checked_where_there_is_no_run_too(drawn_shards: Path, tmp_path: Path) -> None:
+    text = refused(drawn_shards, tmp_path, ConfigError, train__resume_with="optim.rl")
+    assert text == "train.resume_with: optim.rl is not a field that must match; did you mean optim.lr?"
+
+
+def test_split_to_score_that_is_not_there_is_refused_with_both_ways_out(drawn_shards: Path, tmp_path: Path) -> None:
+    text = refused(drawn_shards, tmp_path, ConfigError, eval__every=5, eval__split="test")
+    assert "test" in text
+    assert text.endswith("; set eval.split to one of those, or eval.every=null to score none")
 
 
 def test_other_model_is_refused_by_its_name(drawn_shards: Path, run: Path) -> None:

@@ -1,6 +1,7 @@
 """What the commands do on a run folder."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def test_picture_that_cannot_be_read_is_named_and_the_others_go_on(
     assert main.main(["caption", str(run), str(pictures), "--out", str(out)]) == 1
     assert f"error: {broken}: cannot be read as a picture: " in capsys.readouterr().err
     assert out.read_text().startswith(f"{pictures / '1.PNG'}: ")
+    assert main.main(["caption", str(run), str(broken)]) == 1
+    assert "the others" not in capsys.readouterr().err
+
+
+def test_place_for_captions_is_checked_before_the_model_is_loaded(run: Path, pictures: Path, tmp_path: Path) -> None:
+    for out, text in (
+        (tmp_path / "no" / "x.txt", f"there is no folder {tmp_path / 'no'}"),
+        (tmp_path, "that is a folder"),
+    ):
+        with pytest.raises(ConfigError, match=f"--out is {out}, {text}; give a file in a folder that is there"):
+            main.main(["caption", str(run), str(pictures), "--out", str(out)])
 
 
 @pytest.mark.parametrize(("name", "text"), [("nothing", "there is no such file or folder"), ("", "holds no picture")])
@@ -96,6 +108,11 @@ def test_split_is_scored_from_the_command_line(
     values = json.loads(capsys.readouterr().out)
     assert (values["checkpoint"], values["split"], values["num_images"]) == ("step-00000001", "val", 3)
     assert len(out.read_text().splitlines()) == 3
+    assert main.main(["evaluate", str(run / "config.yaml"), *settings]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\n +bleu4  \d\.\d{4}\n", text)
+    assert all(f"warning: {warning}\n" in text for warning in values["warnings"])
+    assert "()" not in text
 
 
 def test_score_of_a_run_that_is_not_there_is_wrong_usage_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
