@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shards import cli
 from shards.atomic import write_file
 from xctrain.errors import RunError
-from xctrain.log import METRICS, read_lines
+from xctrain.log import METRICS, JsonLines, read_lines
 
 SOURCE = Path("data/sample")
 SHARDS = Path("data/sample-shards")
@@ -40,8 +41,9 @@ def main(_argv: Sequence[str]) -> int:
     python("xctrain", "audit", RUN)
     say("what the trained model says of blank pictures")
     blank = json.loads(python("xctrain", "evaluate", CONFIG, *settings(), "eval.blank=true", "--json", capture=True))
+    bleu4 = {name: round(value, 4) for name, value in {**scores(), "blank": blank["bleu4"]}.items()}
+    log_blank(blank)
     python("xctrain", "report", RUN)
-    bleu4 = {**scores(), "blank": blank["bleu4"]}
     minutes = (time.monotonic() - began) / 60
     result = {"bleu4": bleu4, "killed_at_step": killed_at, "minutes": round(minutes, 1)}
     write_file(RUN / "demo.json", json.dumps(result, indent=1).encode())
@@ -110,6 +112,14 @@ def scores() -> dict[str, float]:
     """BLEU-4 of the first and the last evaluation."""
     evaluations = [line for line in read_lines(RUN / METRICS) if line["event"] == "eval"]
     return {"untrained": evaluations[0]["bleu4"], "trained": evaluations[-1]["bleu4"]}
+
+
+def log_blank(blank: dict[str, Any]) -> None:
+    """Put the score of blank pictures in the run's log, for its report."""
+    last = [line for line in read_lines(RUN / METRICS) if line["event"] == "step"][-1]
+    log = JsonLines(RUN / METRICS)
+    log.write(event="eval", step=last["step"], samples_consumed=last["samples_consumed"], **blank)
+    log.close()
 
 
 def python(module: str, *arguments: object, capture: bool = False) -> str:

@@ -18,6 +18,7 @@ class History:
     name: str
     steps: list[Event]
     evals: list[Event]
+    blind: list[Event]  # evaluations on blank pictures: what the scores are worth without looking
     starts: list[Event]
     stops: list[Event]
     before: dict[str, Event]
@@ -39,7 +40,8 @@ class History:
         return cls(
             name=run_dir.resolve().name,
             steps=kinds["step"],
-            evals=kinds["eval"],
+            evals=[event for event in kinds["eval"] if not event.get("blank")],
+            blind=[event for event in kinds["eval"] if event.get("blank")],
             starts=kinds["start"],
             stops=kinds["stop"],
             before=_captions(first if first != last else None),

@@ -205,6 +205,9 @@ def _scores(history: History) -> str:
     if len(history.evals) > 1:
         changes = (_change(n, history.evals[0].get(n), history.evals[-1].get(n)) for n in names)
         rows.append(f'<tr class="change"><td>change</td>{"".join(changes)}</tr>')
+    if history.blind:
+        cells = "".join(f"<td>{_figure(history.blind[-1].get(n))}</td>" for n in names)
+        rows.append(f"<tr><td>shown blank pictures</td>{cells}</tr>")
     prompt = history.setting("model.prompt")
     how = (
         "BLEU and ROUGE-L from 0 to 1, CIDEr (CIDEr-D) from 0 to 10, on Penn Treebank words as in the COCO evaluation; "

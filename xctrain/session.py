@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _GALLERY = 12  # held-out images in a report
+_LINE_EVERY_S = 10.0  # between lines of progress where there is no terminal
 
 
 OpenModel = Callable[[Config, "Ranks", Plan], "tuple[Family, str]"]
@@ -105,14 +107,20 @@ class Progress:
 
         if state.samples_consumed:
             print(f"resumed at step {state.step}, {state.samples_consumed} samples consumed", file=sys.stderr)
-        interval = 0.2 if sys.stderr.isatty() else 10.0
-        self.bar = tqdm(total=num_steps, initial=state.step, unit="step", desc="train", mininterval=interval)
+        self.num_steps, self.said = num_steps, time.monotonic()
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=num_steps, initial=state.step, unit="step", desc="train", mininterval=0.2)
 
     def show(self, state: "TrainState", metrics: "StepMetrics") -> None:
         """After a step."""
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{metrics.loss:.3f}", lr=f"{metrics.lr:.1e}", refresh=False)
             self.bar.update(state.step - self.bar.n)
+        elif self.shown and time.monotonic() - self.said >= _LINE_EVERY_S:
+            self.said = time.monotonic()
+            print(
+                f"step {state.step} of {self.num_steps}, loss {metrics.loss:.3f}, lr {metrics.lr:.1e}", file=sys.stderr
+            )
 
 
 def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:

@@ -242,3 +242,12 @@ def test_ticks_are_round(low: float, high: float, log: bool, ticks: list[float])
 )
 def test_tick_labels_are_short(value: float, text: str) -> None:
     assert short(value) == text
+
+
+def test_score_of_blank_pictures_stands_beside_the_others_and_is_no_curve(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0]
+    path.write_text(whole + "\n" + json.dumps(eval_line(NUM_STEPS, 0.1, blank=True, bleu4=0.077)) + "\n")
+    text = write_report(run_dir).read_text()
+    assert re.search(r"<tr><td>shown blank pictures</td>.*<td>0.077</td>", text)
+    assert "0.400</b><span>BLEU-4, from 0.200" in text

@@ -11,10 +11,13 @@ from small import config_of, train_here
 
 from shards.reader import SplitReader
 from xctrain import __main__ as main
+from xctrain import session
 from xctrain.basemodel import ensure_base_model
 from xctrain.errors import CheckpointError, ConfigError
+from xctrain.run import StepMetrics
+from xctrain.session import Progress, open_model, trained_family
 from xctrain.session import config_of as stored_config
-from xctrain.session import open_model, trained_family
+from xctrain.state import TrainState
 
 SHORT = {"train__num_steps": 1, "eval__max_new_tokens": 2, "train__global_batch": 2, "train__micro_batch": 2}
 
@@ -34,6 +37,19 @@ def pictures(tmp_path: Path) -> Path:
     for number in range(2):
         (folder / f"{number}.PNG").write_bytes(drawn_sample(number).image)
     return folder
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = StepMetrics(loss=1.5, grad_norm=1.0, lr=1e-3, num_targets=7, stop=False)
+    with Progress(shown=True) as progress:
+        progress.begin(10, TrainState())
+        progress.show(TrainState(step=1), metrics)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(session, "_LINE_EVERY_S", 0.0)
+        progress.show(TrainState(step=2), metrics)
+    assert capsys.readouterr().err == "step 2 of 10, loss 1.500, lr 1.0e-03\n"
 
 
 def test_captions_of_ones_own_pictures(run: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
