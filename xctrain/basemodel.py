@@ -25,11 +25,23 @@ def base_model(config: Config) -> Path | str:
     """Folder or hub name of the model that training begins from."""
     if config.model.path is None:
         return config.run.dir / "base-model"
+    if config.model.source != "folder":
+        from xctrain.models.source import fetch
+
+        return fetch(config.model, download=False)
     return config.model.path
 
 
 def ensure_base_model(config: Config, reader: SplitReader) -> None:
-    """Build the tiny model unless it is there; any other one must be there already. Called on one process."""
+    """Build the tiny model unless it is there, download what the config names a hub for; on one process.
+
+    Any other one must be there already.
+    """
+    if config.model.source != "folder":
+        from xctrain.models.source import fetch
+
+        fetch(config.model, download=True)
+        return
     base = Path(base_model(config))
     if config.model.family == "tiny":
         if not (base / "config.json").exists():
@@ -43,6 +55,12 @@ def ensure_base_model(config: Config, reader: SplitReader) -> None:
                     f"{base}: the tiny model cannot be written: {error}; make room, then start again", path=base
                 ) from error
     elif config.model.path and not base.exists():
+        if config.model.family == "xcomposer":
+            raise ConfigError(
+                f"model.path: {base}: there is no such folder; give a model folder, or a hub name with "
+                "model.source=huggingface or modelscope, and model.revision",
+                path=base,
+            )
         if config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") != 1:
             raise ConfigError(
                 f"model.path: {base}: there is no such folder; give a model folder or a hub name, as in owner/model",
@@ -110,7 +128,7 @@ def _captions(reader: SplitReader) -> Iterator[str]:
 def model_id(config: Config) -> str:
     """Names the base model independently of where it lies: a hash of its small files, and of samples of its large ones."""
     base = Path(base_model(config))
-    if not base.is_dir():
+    if config.model.source != "folder" or not base.is_dir():
         return f"{config.model.path}@{config.model.revision or 'main'}"
     digest = hashlib.sha256()
     for path in sorted({p for pattern in _IDENTITY for p in base.glob(pattern)}):

@@ -1,5 +1,6 @@
 """Everything a training run is told, as frozen, validated models; one YAML file plus ``section.field=value``."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -63,6 +64,11 @@ class ModelConfig(_Section):
         "tiny",
         "hf: any image-text-to-text model; tiny: a small LLaVA built on first use; xcomposer: InternLM-XComposer2.5",
     )
+    source: Literal["folder", "huggingface", "modelscope"] = Field(
+        "folder",
+        description="what model.path names: a folder, or a model of that hub, which is downloaded into the hub's cache "
+        "whole and at model.revision before the run; nothing is ever downloaded for `folder` and family xcomposer",
+    )
     path: str | None = Field(
         None, description="local folder or hub name; tiny builds into run.dir/base-model when empty"
     )
@@ -107,8 +113,22 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _path_for_family(self) -> "ModelConfig":
-        if self.family != "tiny" and not self.path:
+        if (self.family != "tiny" or self.source != "folder") and not self.path:
             raise ValueError(f"model.path is empty; family {self.family} needs a model folder or hub name")
+        return self
+
+    @model_validator(mode="after")
+    def _pinned(self) -> "ModelConfig":
+        if self.source == "huggingface" and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
+            raise ValueError(
+                f"model.source is huggingface, model.revision is {self.revision}; give the commit, 40 digits on the model's "
+                "page under Files, so that a new upload cannot change the run"
+            )
+        if self.source == "modelscope" and not self.revision:
+            raise ValueError(
+                "model.source is modelscope, model.revision is empty; give a tag or commit of the model's page, so that a "
+                "new upload cannot change the run"
+            )
         return self
 
     @model_validator(mode="after")
