@@ -138,7 +138,7 @@ def _config_to_merge(config: Config, base: Path | None) -> Config:
     """The run's config with its base in full precision, from ``base`` if given."""
     model, adapter = config.model, config.adapter
     if base:
-        model = model.model_copy(update={"path": str(base)})
+        model = model.model_copy(update={"source": "folder", "path": str(base)})
     if adapter.kind == "qlora":
         adapter = adapter.model_copy(update={"kind": "lora"})
     return config.model_copy(update={"model": model, "adapter": adapter})
@@ -203,7 +203,7 @@ def _reopen(config: Config, dtype: str, folder: Path) -> "Family":
     from xctrain import models
 
     family = "hf" if config.model.family == "tiny" else config.model.family
-    update = {"family": family, "path": str(folder), "revision": None, "freeze": (), "dtype": dtype}
+    update = {"family": family, "source": "folder", "path": str(folder), "revision": None, "freeze": (), "dtype": dtype}
     return models.open_family(config.model.model_copy(update=update), folder)
 
 
