@@ -12,6 +12,7 @@ from shards.settings import load_settings
 from xctrain.collate import Batch, Row
 from xctrain.config import Config
 from xctrain.loss import IGNORED, summed_cross_entropy
+from xctrain.models.lengths import RowLengths
 from xctrain.ranks import Ranks
 from xctrain.start import Plan
 
@@ -81,6 +82,9 @@ class TinyFamily:
 
     def check_lengths(self, samples: object) -> None:
         pass
+
+    def row_lengths(self) -> RowLengths:
+        return RowLengths(prompt=lambda _width, _height: 1, answer=lambda text: len(text.encode()) + 1, added=1)
 
     def save_pretrained(self, folder: Path) -> None:
         pass

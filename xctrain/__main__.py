@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     add_config("train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")
     launch = add_config("launch", _launch, "train all ranks of this node, one process per GPU")
     launch.add_argument("--processes", type=int, required=True, help="number of processes, one per GPU")
+    plan = add_config("plan", _plan, "say before anything is loaded what a run needs, and what it would refuse")
+    plan.add_argument(
+        "--gpus", type=int, metavar="N", help="processes to plan for, one per GPU; those here if left out"
+    )
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     evaluate = add_config("evaluate", _evaluate, "caption and score a split with the run's newest checkpoint")
     evaluate.add_argument("--json", action="store_true", help="print the scores as JSON")
     evaluate.add_argument("--out", type=Path, help="write the captions there, one JSON line an image")
@@ -111,6 +116,21 @@ def _launch(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--processes is {arguments.processes}, this machine has {gpus} GPUs; ask for at most {gpus}")
     command = [sys.executable, "-m", "xctrain", "train", str(arguments.config), *arguments.overrides]
     return launch([*command, f"train.processes={arguments.processes}"], arguments.processes)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from shards.settings import load_settings
+    from xctrain.config import Config
+    from xctrain.errors import ConfigError
+
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise ConfigError(f"--gpus is {arguments.gpus}, expected 1 or more")
+    config = load_settings(Config, arguments.config, arguments.overrides)
+    from xctrain.plan import as_text, make_plan
+
+    plan = make_plan(config, num_gpus() if arguments.gpus is None else arguments.gpus)
+    print(json.dumps(plan.to_json(), indent=1) if arguments.json else as_text(plan))
+    return 2 if plan.refused else 0
 
 
 def num_gpus() -> int:

@@ -112,12 +112,12 @@ def _is_damaged(path: Path) -> bool:
         return True
 
 
-def open_family(config: Config) -> "Family":
-    """The base model in its family, with adapters beside it if the config wants them."""
+def open_family(config: Config, *, empty: bool = False) -> "Family":
+    """The base model in its family, with adapters beside it if the config wants them; ``empty``: without its weights."""
     from xctrain import models
 
     with _damage_named(base_model(config)):
-        return models.open_family(config.model, base_model(config), config.adapter, config.train.seed)
+        return models.open_family(config.model, base_model(config), config.adapter, config.train.seed, empty=empty)
 
 
 def _captions(reader: SplitReader) -> Iterator[str]:

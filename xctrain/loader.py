@@ -136,11 +136,6 @@ class Loader:
             **workers,
         )
 
-    def first_micro_batch(self, start: int) -> Batch:
-        """This rank's first micro-batch from ``start``, read in this process."""
-        slots = self.stream.micro_batches(start, self.rank, self.world_size, self.micro_batch)[0]
-        return self.collator([self.rows[slot] for slot in slots])
-
     def global_batches(self, start: int) -> Iterator[tuple[list[Batch], float]]:
         """This rank's micro-batches of each step from ``start`` on, and the seconds that were spent waiting for them.
 

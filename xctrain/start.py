@@ -19,7 +19,8 @@ from shards.reader import SplitReader
 from shards.stream import Stream, accumulation
 from xctrain import resume
 from xctrain.config import Config
-from xctrain.errors import ConfigError, RunError
+from xctrain.errors import ConfigError, RunError, TrainError
+from xctrain.largest import Length, checked_largest, rows_of
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
 from xctrain.state import TrainState
 
@@ -159,18 +160,26 @@ def start(
     import torch
 
     from xctrain import checkpoint, tensors
+    from xctrain.memory import is_out_of_memory
     from xctrain.models.parameters import parameter_table
     from xctrain.optim import make_optimizer
     from xctrain.run import Run
 
     if config.train.deterministic:  # not called with False: it imports torch's compiler, which takes a second
         torch.use_deterministic_algorithms(True)
-    check_lengths(config, family, plan.reader)
+    found = ranks.agree(lambda: checked_largest(config, plan.reader, family, model_id) if ranks.is_main else None)
+    largest: list[Length] = ranks.from_main(found)
     loader = make_loader(config, ranks, plan, family)
     module = family.module.to(ranks.accelerator.device)
     module.train()
-    batch = loader.first_micro_batch(plan.state.samples_consumed).to(ranks.accelerator.device)
-    model, optimizer = settle(ranks, module, batch, lambda: make_optimizer(module.parameters(), config.optim))
+    batch = family.collator(rows_of(largest, plan.reader, config)).to(ranks.accelerator.device)
+    try:
+        model, optimizer = settle(ranks, module, batch, lambda: make_optimizer(module.parameters(), config.optim))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(config, largest[0]) from error
+    del batch
     if ranks.is_main:
         print(parameter_table(module), file=sys.stderr)
     if plan.point:
@@ -225,33 +234,48 @@ def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family") ->
 def settle(
     ranks: "Ranks", module: "nn.Module", batch: "Batch", make_optimizer: Callable[[], Any]
 ) -> "tuple[nn.Module, Any]":
-    """Wrap model and optimizer, and run one micro-batch without an update.
+    """Wrap model and optimizer, and run one micro-batch, the same at every start, without an update.
 
     It freezes parameters that never get a gradient, on which DDP would wait for ever; it fills memory in the first
-    minute rather than the last; and DDP packs its gradient buckets after its first backward pass, which would make the
-    first step after a resume add the ranks up in another order than the same step of a run that was never killed.
+    minute rather than the last, if the batch is the largest there is; and DDP packs its gradient buckets after its
+    first backward pass, which would make the first step after a resume add the ranks up in another order than the same
+    step of a run that was never killed.
     """
+    import torch
+
     from xctrain.models.parameters import parameters_without_gradient
 
-    unused = set(parameters_without_gradient(module(batch), module))
+    with ranks.accelerator.autocast():
+        loss = module(batch)
+    unused = set(parameters_without_gradient(loss, module))
+    del loss
     for name, parameter in module.named_parameters():
         if name in unused:
             parameter.requires_grad_(False)
     if unused and ranks.is_main:
         print(f"frozen, as they never get a gradient: {', '.join(sorted(unused))}", file=sys.stderr)
     model, optimizer = ranks.accelerator.prepare(module, make_optimizer())
+    # The optimizer's two means of each parameter, which a run has from its second step on.
+    means = [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
     for _ in range(_DRY_PASSES):
         (model(batch) * 0).backward()
         optimizer.zero_grad()
+    del means
     return model, optimizer
 
 
-def check_lengths(config: Config, family: "Family", reader: SplitReader) -> None:
-    """Refuse a max_length that would leave a sample without its target, before the first step."""
-    if config.model.max_length is None:
-        return
-    family.check_lengths(
-        (meta.key, meta.width, meta.height, reader.read_json(i)["captions"]) for i, meta in enumerate(reader.metas())
+def out_of_memory(config: Config, largest: Length) -> TrainError:
+    """The error of a run whose dry step found no memory."""
+    model = config.model
+    ways = [f"train.micro_batch ({config.train.micro_batch})"]
+    if model.family == "xcomposer":
+        ways.append(f"model.hd_num ({model.hd_num})")
+    more = "" if model.gradient_checkpointing else ", or set model.gradient_checkpointing=true"
+    return TrainError(
+        f"{largest.key}: out of memory in a dry step on the largest samples, this one has {largest.tokens} tokens; lower "
+        f"{' or '.join(ways)}{more}; a model.max_length below {largest.tokens} counts the samples that a build without "
+        "them must leave out; `python -m xctrain plan` says what takes how much",
+        key=largest.key,
     )
 
 

@@ -15,7 +15,7 @@ from small import audit_of, train_here
 
 from xctrain.checkpoint import Checkpoints
 
-COMMANDS = ["train", "launch", "evaluate", "audit", "batch", "caption", "report", "doctor"]
+COMMANDS = ["train", "launch", "evaluate", "plan", "audit", "batch", "caption", "report", "doctor"]
 LOST = "lost another rank ("
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from xctrain.collate import Batch, Row
     from xctrain.config import AdapterConfig, ModelConfig
+    from xctrain.models.lengths import RowLengths
 
 
 class Family(Protocol):
@@ -29,14 +30,24 @@ class Family(Protocol):
     def check_lengths(self, samples: "Iterable[tuple[str, int, int, Sequence[str]]]") -> None:
         """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
 
+    def row_lengths(self) -> "RowLengths":
+        """Counts the tokens of a sample."""
+
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder like the one the model came from, which loads without a network."""
 
 
 def open_family(
-    config: "ModelConfig", base: Path | str, adapter: "AdapterConfig | None" = None, seed: int = 0
+    config: "ModelConfig",
+    base: Path | str,
+    adapter: "AdapterConfig | None" = None,
+    seed: int = 0,
+    *,
+    empty: bool = False,
 ) -> Family:
     """The family that `model.family` names, with the weights in ``base``: a local folder, or a hub name.
+
+    With ``empty`` no weights are read: the model has names, shapes and types alone.
 
     Raises:
         ConfigError: it cannot be loaded, or not as the config wants it.
@@ -44,7 +55,9 @@ def open_family(
     if config.family == "xcomposer":
         from xctrain.models.xcomposer import XComposerFamily
 
-        return XComposerFamily.open(config, base, adapter, seed)
+        return XComposerFamily.open(config, base, adapter, seed, empty=empty)
     from xctrain.models.hf import HfFamily  # late: transformers takes seconds
 
-    return HfFamily.open(config, base, adapter, seed)  # family tiny differs only in where its folder comes from
+    return HfFamily.open(
+        config, base, adapter, seed, empty=empty
+    )  # family tiny differs only in where its folder comes from

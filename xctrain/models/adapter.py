@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shards.errors import ConfigError
+from xctrain.models.empty import put_empty_in_4_bits
 
 if TYPE_CHECKING:
     from xctrain.config import AdapterConfig
@@ -120,8 +121,11 @@ def quantise_layer(model: nn.Module, name: str, data: torch.Tensor, compute: tor
             f"adapter.kind is qlora, {name} is {width} wide, not a multiple of {_BLOCKS[-1]}; use adapter.kind=lora"
         )
     short = Linear4bit(width, layer.out_features, bias=False, compute_dtype=compute, device="meta")
-    weight = Params4bit(data, blocksize=block, quant_type="nf4", compress_statistics=True, module=short)
-    short.weight = weight.to(data.device)  # this is what quantises
+    if data.is_meta:
+        put_empty_in_4_bits(short, data, block)
+    else:
+        weight = Params4bit(data, blocksize=block, quant_type="nf4", compress_statistics=True, module=short)
+        short.weight = weight.to(data.device)  # this is what quantises
     short.bias = layer.bias
     # Else captioning on a CPU re-packs the weights for good, in a form through which no gradient flows: training
     # would go on after an evaluation without the layers below.

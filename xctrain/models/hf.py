@@ -18,7 +18,7 @@ from shards.errors import ConfigError
 from xctrain.collate import Batch, Row, append_answers
 from xctrain.loss import IGNORED, num_logits_needed, summed_cross_entropy
 from xctrain.models.adapter import adapt, linear_layers
-from xctrain.models.lengths import require_all_fit, require_fit
+from xctrain.models.lengths import RowLengths, require_all_fit, require_fit
 from xctrain.models.parameters import freeze
 from xctrain.prompt import Prompt, answer_ids, make_prompt
 
@@ -108,13 +108,11 @@ class Collator:
         Raises:
             ConfigError: names the number of samples that do not fit, one of them, and the length that would do.
         """
-        require_all_fit(
-            samples,
-            self.max_length,
-            prompt_length=self._prompt_length,
-            answer_length=self._answer_length,
-            added=len(self.prompt.lead) + 2,
-        )
+        require_all_fit(samples, self.max_length, self.row_lengths())
+
+    def row_lengths(self) -> RowLengths:
+        """Counts the tokens of a sample."""
+        return RowLengths(self._prompt_length, self._answer_length, added=len(self.prompt.lead) + 2)
 
     def _answer_length(self, caption: str) -> int:
         return len(answer_ids(self.processor.tokenizer, self.prompt, caption))
@@ -147,15 +145,23 @@ class HfFamily:
 
     @classmethod
     def open(
-        cls, config: "ModelConfig", base: Path | str, adapter: "AdapterConfig | None" = None, seed: int = 0
+        cls,
+        config: "ModelConfig",
+        base: Path | str,
+        adapter: "AdapterConfig | None" = None,
+        seed: int = 0,
+        *,
+        empty: bool = False,
     ) -> "HfFamily":
         """The model in the folder, or of the hub name, ``base``. A folder never asks the network.
+
+        With ``empty`` no weights are read: the model has names, shapes and types alone.
 
         Raises:
             ConfigError: it cannot be loaded, lacks weights, does not show its image in its text, or a pattern of what
                 trains fits nothing.
         """
-        model, processor = load(config, base)
+        model, processor = load(config, base, empty=empty)
         prompt = make_prompt(processor, config.prompt)
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token  # pads are masked by position
@@ -170,6 +176,10 @@ class HfFamily:
     def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
         """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
         self.collator.check_lengths(samples)
+
+    def row_lengths(self) -> RowLengths:
+        """Counts the tokens of a sample."""
+        return self.collator.row_lengths()
 
     def generate(self, images: Sequence[Image.Image], max_new_tokens: int) -> list[str]:
         """One greedy caption an image, without prompt and special tokens. Draws no random number."""
@@ -210,8 +220,8 @@ class HfFamily:
         return " ".join(text.split())
 
 
-def load(config: "ModelConfig", base: Path | str) -> tuple[Any, Any]:
-    """Model, in the config's dtype, and processor.
+def load(config: "ModelConfig", base: Path | str, *, empty: bool = False) -> tuple[Any, Any]:
+    """Model, in the config's dtype, and processor; with ``empty``, the model without memory for its weights.
 
     Raises:
         ConfigError: not found, not an image-text-to-text model, or some weights are not in its files; the library
@@ -227,9 +237,17 @@ def load(config: "ModelConfig", base: Path | str) -> tuple[Any, Any]:
     }
     try:
         processor = transformers.AutoProcessor.from_pretrained(str(base), **options)
-        model, report = transformers.AutoModelForImageTextToText.from_pretrained(
-            str(base), dtype=getattr(torch, config.dtype), output_loading_info=True, **options
-        )
+        auto, dtype = transformers.AutoModelForImageTextToText, getattr(torch, config.dtype)
+        if empty:
+            report: dict[str, Any] = {"missing_keys": ()}
+            with torch.device("meta"):
+                model = auto.from_config(
+                    transformers.AutoConfig.from_pretrained(str(base), **options),
+                    dtype=dtype,
+                    trust_remote_code=config.trust_remote_code,
+                )
+        else:
+            model, report = auto.from_pretrained(str(base), dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
             f"model.path: {base} cannot be loaded as an image-text-to-text model: {' '.join(str(error).split())}; give "

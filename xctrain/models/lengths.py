@@ -1,8 +1,29 @@
-"""Sequences that must fit in `model.max_length`: an answer is never cut."""
+"""Tokens of samples, counted without laying rows out; they must fit in `model.max_length`: an answer is never cut."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from shards.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Counts the tokens of a sample's rows."""
+
+    prompt: Callable[[int, int], int]  # before the answer, by width and height of the picture
+    answer: Callable[[str], int]  # of a caption with what ends it
+    added: int  # an answer has at most so many tokens more than its caption has bytes
+    _known: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def longest(self, width: int, height: int, captions: Iterable[str]) -> int:
+        """Tokens of the longest row of a sample."""
+        return self.of_prompt(width, height) + max((self.answer(text) for text in captions), default=0)
+
+    def of_prompt(self, width: int, height: int) -> int:
+        """Tokens before the answer; each size is counted once."""
+        if (width, height) not in self._known:
+            self._known[width, height] = self.prompt(width, height)
+        return self._known[width, height]
 
 
 def require_fit(key: str, length: int, max_length: int | None) -> None:
@@ -22,15 +43,9 @@ def require_fit(key: str, length: int, max_length: int | None) -> None:
 def require_all_fit(
     samples: Iterable[tuple[str, int, int, Iterable[str]]],
     max_length: int | None,
-    *,
-    prompt_length: Callable[[int, int], int],
-    answer_length: Callable[[str], int],
-    added: int,
+    lengths: RowLengths,
 ) -> None:
     """Refuse a max_length that a sample does not fit in; samples are (key, width, height, captions).
-
-    ``prompt_length`` counts the tokens before the answer, by width and height; ``answer_length`` those of a caption
-    with what ends it, which are at most ``added`` more than the caption has bytes.
 
     Raises:
         ConfigError: names the number of samples that do not fit, one of them, and the length that would do.
@@ -38,15 +53,12 @@ def require_all_fit(
     if not max_length:
         return
     num_samples, too_long, largest, first = 0, 0, 0, ""
-    prompt_lengths: dict[tuple[int, int], int] = {}
     for key, width, height, captions in samples:
         num_samples += 1
-        if (width, height) not in prompt_lengths:
-            prompt_lengths[width, height] = prompt_length(width, height)
-        length = prompt_lengths[width, height]
+        length = lengths.of_prompt(width, height)
         # A token is at least a byte: most captions need not be encoded to know that they fit.
-        room = max_length - length - added
-        length += max((answer_length(text) for text in captions if len(text.encode()) > room), default=0)
+        room = max_length - length - lengths.added
+        length += max((lengths.answer(text) for text in captions if len(text.encode()) > room), default=0)
         if length > max_length:
             too_long += 1
             first = first or f"{key} needs {length}"

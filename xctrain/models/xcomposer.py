@@ -14,14 +14,14 @@ from xctrain.collate import Batch, Row
 from xctrain.loss import IGNORED
 from xctrain.models.adapter import adapt
 from xctrain.models.hf import evaluating
-from xctrain.models.lengths import require_all_fit, require_fit
+from xctrain.models.lengths import RowLengths, require_all_fit, require_fit
 from xctrain.models.parameters import freeze
 from xctrain.models.xcomposer_config import read_config
 from xctrain.models.xcomposer_generate import write_greedily
 from xctrain.models.xcomposer_model import XComposer
 from xctrain.models.xcomposer_prompt import LAYOUTS, Encoder, TokenRow, chat_text, pad_rows
 from xctrain.models.xcomposer_tokenizer import Tokenizer
-from xctrain.models.xcomposer_weights import copy_rest, decoder_linears, load_model, save_model
+from xctrain.models.xcomposer_weights import copy_rest, decoder_linears, empty_model, load_model, save_model
 
 if TYPE_CHECKING:
     from xctrain.config import AdapterConfig, ModelConfig
@@ -99,14 +99,16 @@ class Collator:
         Raises:
             ConfigError: names the number of samples that do not fit, one of them, and the length that would do.
         """
+        require_all_fit(samples, self.max_length, self.row_lengths())
+
+    def row_lengths(self) -> RowLengths:
+        """Counts the tokens of a sample."""
         blank = Image.new("RGB", (self.encoder.side, self.encoder.side))
         text_length = len(self.prompt(blank).ids) - self.encoder.image_tokens(*blank.size)
         nothing = TokenRow([], [])
-        require_all_fit(
-            samples,
-            self.max_length,
-            prompt_length=lambda width, height: text_length + self.encoder.image_tokens(width, height),
-            answer_length=lambda caption: len(self.encoder.answer(nothing, caption).ids),
+        return RowLengths(
+            prompt=lambda width, height: text_length + self.encoder.image_tokens(width, height),
+            answer=lambda caption: len(self.encoder.answer(nothing, caption).ids),
             added=len(self.encoder.answer(nothing, "").ids),
         )
 
@@ -121,9 +123,17 @@ class XComposerFamily:
 
     @classmethod
     def open(
-        cls, config: "ModelConfig", base: Path | str, adapter: "AdapterConfig | None" = None, seed: int = 0
+        cls,
+        config: "ModelConfig",
+        base: Path | str,
+        adapter: "AdapterConfig | None" = None,
+        seed: int = 0,
+        *,
+        empty: bool = False,
     ) -> "XComposerFamily":
         """The model in the folder ``base``. Nothing is downloaded, and no code that lies there is run.
+
+        With ``empty`` no weights are read: the model has names, shapes and types alone.
 
         Raises:
             ConfigError: it is not a whole checkpoint of XComposer2.5, or a pattern of what trains fits nothing.
@@ -139,7 +149,8 @@ class XComposerFamily:
         )
         collator = Collator(encoder, config.prompt, architecture.pad_token_id, config.max_length)
         compute = getattr(torch, adapter.compute) if adapter and adapter.kind == "qlora" else None
-        model = load_model(architecture, folder, getattr(torch, config.dtype), compute)
+        dtype = getattr(torch, config.dtype)
+        model = empty_model(architecture).to(dtype) if empty else load_model(architecture, folder, dtype, compute)
         model.checkpoint_gradients(config.gradient_checkpointing)
         model.views_at_once = config.views_at_once
         if adapter is None or adapter.kind == "none":
@@ -152,6 +163,10 @@ class XComposerFamily:
     def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
         """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
         self.collator.check_lengths(samples)
+
+    def row_lengths(self) -> RowLengths:
+        """Counts the tokens of a sample."""
+        return self.collator.row_lengths()
 
     def generate(self, images: Sequence[Image.Image], max_new_tokens: int) -> list[str]:
         """One greedy caption an image, without prompt and special tokens. Draws no random number."""

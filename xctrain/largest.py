@@ -1,0 +1,113 @@
+"""The largest samples of a split, in tokens: memory that suffices for them suffices for the whole run."""
+
+import hashlib
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
+
+from shards.atomic import write_file
+from shards.reader import SplitReader
+from shards.stream import Slot
+from xctrain.config import Config
+
+if TYPE_CHECKING:
+    from xctrain.collate import Row
+    from xctrain.models import Family
+    from xctrain.models.lengths import RowLengths
+
+CACHE = "largest.json"  # in the run folder
+_CANDIDATES = 256  # samples whose captions are counted
+_BYTES_A_TOKEN = 4  # of text, roughly
+
+
+@dataclass(frozen=True)
+class Length:
+    """A sample and the tokens of its longest row."""
+
+    index: int
+    key: str
+    tokens: int
+
+
+def rows_of(samples: Sequence[Length], reader: SplitReader, config: Config) -> list["Row"]:
+    """These samples, over and over until they fill a micro-batch, each with its longest caption, or with all of them
+    where a slot trains on all.
+    """
+    from xctrain.loader import SlotRows
+
+    rows = SlotRows(reader, "all", seed=0)
+    found = [
+        rows[Slot(n=-1, epoch=0, index=sample.index)] for sample in islice(cycle(samples), config.train.micro_batch)
+    ]
+    if config.data.captions == "all":
+        return found
+    return [replace(row, captions=(max(row.captions, key=lambda text: len(text.encode())),)) for row in found]
+
+
+def all_lengths(reader: SplitReader, lengths: "RowLengths") -> Iterator[Length]:
+    """The tokens of every sample, in order; reads all captions."""
+    for index, meta in enumerate(reader.metas()):
+        captions = reader.read_json(index)["captions"]
+        yield Length(index, meta.key, lengths.longest(meta.width, meta.height, captions))
+
+
+def largest(found: Iterator[Length], count: int) -> list[Length]:
+    """The longest ones, longest first; of equal ones those with the smallest keys."""
+    return heapq.nsmallest(count, found, key=lambda length: (-length.tokens, length.key))
+
+
+def find_largest(reader: SplitReader, lengths: "RowLengths", count: int) -> list[Length]:
+    """Nearly the largest samples: those with the most tokens among the likely ones.
+
+    Pictures decide most of a sample's tokens, and their sizes are in the list of samples. Captions are counted only
+    where pictures and the size of the text make a sample likely to be among the largest, so that a million samples
+    take seconds.
+    """
+
+    def rank(entry: tuple[int, str, int]) -> tuple[int, str]:
+        return -entry[2], entry[1]
+
+    guesses = (
+        (i, meta.key, lengths.of_prompt(meta.width, meta.height) + meta.parts[-1].num_bytes // _BYTES_A_TOKEN)
+        for i, meta in enumerate(reader.metas())
+    )
+    likely = heapq.nsmallest(max(count, _CANDIDATES), guesses, key=rank)
+
+    def counted() -> Iterator[Length]:
+        for index, key, _ in likely:
+            meta, captions = reader.meta(index), reader.read_json(index)["captions"]
+            yield Length(index, key, lengths.longest(meta.width, meta.height, captions))
+
+    return largest(counted(), count)
+
+
+def checked_largest(config: Config, reader: SplitReader, family: "Family", model_id: str) -> list[Length]:
+    """The largest samples of a run, after it is sure that every sample fits in `model.max_length`.
+
+    Remembered in the run folder, as long as data, model and what else decides lengths stay the same.
+
+    Raises:
+        ConfigError: a sample does not fit.
+    """
+    path = config.run.dir / CACHE
+    count = config.train.micro_batch
+    about = [reader.manifest.manifest_id, config.data.split, model_id, count]
+    about.append(config.model.model_dump(mode="json", exclude={"path", "freeze", "dtype"}))
+    fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["of"] == fingerprint:
+            return [Length(*entry) for entry in known["samples"]]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pass  # absent, or not ours: found again, the same
+    if config.model.max_length is not None:
+        family.check_lengths(
+            (meta.key, meta.width, meta.height, reader.read_json(i)["captions"])
+            for i, meta in enumerate(reader.metas())
+        )
+    found = find_largest(reader, family.row_lengths(), count)
+    write_file(path, json.dumps({"of": fingerprint, "samples": [astuple(length) for length in found]}).encode())
+    return found
