@@ -75,10 +75,8 @@ def test_foretold_memory_is_that_of_a_real_step(
     assert foretold == pytest.approx(sum(measured(config).peak.values()), rel=0.05)
 
 
-def test_foretold_memory_knows_precision_and_gradients_that_stay(
-    drawn_shards: Path, tmp_path: Path, base: Path
-) -> None:
-    config = config_with(base, drawn_shards, tmp_path, train__micro_batch=2, train__precision="bf16")
+def test_foretold_memory_knows_gradients_that_stay(drawn_shards: Path, tmp_path: Path, base: Path) -> None:
+    config = config_with(base, drawn_shards, tmp_path, train__micro_batch=2)
 
     foretold = make_plan(config, 0).total_gb * 1e9
 
