@@ -160,7 +160,10 @@ def _first_row(config: Config) -> Row:
 
     try:
         rows = SlotRows(SplitReader(config.data.shards, config.data.split), "first", seed=0)
-        return rows[Slot(n=0, epoch=0, index=0)]
+        row = rows[Slot(n=0, epoch=0, index=0)]
+        if row.masked:
+            raise RunError(row.masked)
+        return row
     except UserError as error:
         raise RunError(
             f"nothing to compare the export on: {error}; or give a picture with --image", path=config.data.shards
@@ -213,8 +216,6 @@ def _logits_of(family: "Family", row: Row) -> "Tensor":
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     family.module.to(device).eval()
-    if not hasattr(family.module, "last_logits"):
-        raise ConfigError(f"{type(family).__name__} cannot be exported yet")
     with torch.no_grad():
         batch = family.collator([row]).to(device)
         return cast(_Compared, family.module).last_logits(batch).float().cpu()
@@ -240,8 +241,10 @@ def _new_names(base: Path, folder: Path) -> Iterator[str]:
 
 
 def _publish(temporary: Path, out: Path) -> None:
+    mode = (temporary / ABOUT).stat().st_mode
     for path in temporary.rglob("*"):
         if path.is_file():
+            path.chmod(mode)  # safetensors files begin as their owner's alone, whatever the umask
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_folder(temporary)

@@ -314,7 +314,17 @@ def say_differences(point: resume.ResumePoint, world: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
-    names = ("torch", "accelerate", "transformers", "sentencepiece", "numpy", "Pillow", "xctrain")
+    names = (
+        "torch",
+        "accelerate",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "sentencepiece",
+        "numpy",
+        "Pillow",
+        "xctrain",
+    )
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 

@@ -117,6 +117,7 @@ def test_export_has_the_tensors_of_the_base_under_its_names(run_of: Run, tmp_pat
     assert about["checkpoint"] == "step-00000008"
     assert about["samples_consumed"] == 64
     assert about["base"] == result.base
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     assert not list(tmp_path.glob(".*"))
 
 
