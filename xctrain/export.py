@@ -85,9 +85,7 @@ def export(
     _require_free(out)
     if which and not which.is_dir():
         raise ConfigError(f"--checkpoint is {which}, there is no such folder; give a checkpoint's folder", path=which)
-    path = which or checkpoint.Checkpoints(run_dir / "checkpoints", keep=1).newest_valid()[0]
-    if path is None:
-        raise resume.missing_run(run_dir)
+    path = which or resume.newest_checkpoint(run_dir)
     checkpoint.check(path)
     state, position = checkpoint.read_position(path)
     config = _config_to_merge(load_settings(Config, path / checkpoint.CONFIG).moved_to(run_dir), base)

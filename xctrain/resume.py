@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and whether the config allows it."""
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -247,6 +248,17 @@ def run_length(config: Config, segments: tuple[Segment, ...], order: Order) -> t
     return batches + max(0, -(-(end - last.first_n) // last.global_batch)), end
 
 
-def missing_run(folder: Path) -> CheckpointError:
-    """The error of a command that needs a checkpoint where there is none."""
-    return CheckpointError(f"{folder}: has no whole checkpoint; train first: `make train`, or give another run folder")
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest whole checkpoint of a run; newer ones that were passed over are named on the screen.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path, passed_over = Checkpoints(run_dir / "checkpoints", keep=1).newest_valid()
+    for line in passed_over:
+        print(line, file=sys.stderr)
+    if path is None:
+        raise CheckpointError(
+            f"{run_dir}: has no whole checkpoint; train first, or give another run folder", path=run_dir
+        )
+    return path

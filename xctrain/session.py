@@ -127,11 +127,7 @@ def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
     """The model as a checkpoint has it: ``newest``, ``base`` for the untrained one, or a checkpoint's path."""
     path: Path | None = None
     if which == "newest":
-        path, passed_over = resume.checkpoints_of(config).newest_valid()
-        for line in passed_over:
-            print(line, file=sys.stderr)
-        if path is None:
-            raise resume.missing_run(config.run.dir)
+        path = resume.newest_checkpoint(config.run.dir)
     elif which != "base":
         path = Path(which)
         if not path.is_dir():
