@@ -1,4 +1,4 @@
-"""Command line of the build: ``build``, ``sample`` and ``serve``."""
+"""Command line of the build: ``build``, ``download``, ``sample`` and ``serve``."""
 
 import argparse
 import json
@@ -24,6 +24,17 @@ def main(argv: Sequence[str]) -> int:
     build.add_argument("--json", action="store_true", help="print the result as JSON")
     build.set_defaults(run=_build)
 
+    download = commands.add_parser("download", help="fetch the COCO files, or a list of URLs", epilog=EPILOG)
+    download.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="see configs/download.yaml; or --out alone")
+    download.add_argument("overrides", nargs="*", metavar="field=value", help="on top of the file")
+    download.add_argument("--out", metavar="DIR", help="folder for the files; goes on with what is there")
+    download.add_argument(
+        "--split", choices=("train", "val"), help="pictures of this one only, with all captions (default both)"
+    )
+    download.add_argument("--year", choices=("2014", "2017"), help="COCO of that year (default 2017)")
+    download.add_argument("--json", action="store_true", help="print the result as JSON")
+    download.set_defaults(run=_download)
+
     sample = commands.add_parser("sample", help="draw the sample dataset, in the official COCO layout", epilog=EPILOG)
     sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder")
     sample.add_argument("--images", type=int, default=1500, help="pictures to train on (default %(default)s)")
@@ -34,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     serve.add_argument("--port", type=int, default=4200, help="port of the server (default %(default)s)")
     serve.set_defaults(run=_serve)
 
-    for command in (parser, build, sample, serve):
+    for command in (parser, build, download, sample, serve):
         command.add_argument("--debug", action="store_true", help="show tracebacks")  # shards.cli.run takes it
     arguments = cli.parse_with_settings(parser, argv)
     return int(arguments.run(arguments))
@@ -59,6 +70,34 @@ def _build(arguments: argparse.Namespace) -> int:
         print(json.dumps(summary.to_json()))
     else:
         print(summary)
+    return 0
+
+
+def _download(arguments: argparse.Namespace) -> int:
+    from pipelines.download import run_download
+    from pipelines.download_config import DownloadConfig
+    from pipelines.errors import InterruptedBuildError
+    from shards.settings import load_settings
+
+    overrides = list(arguments.overrides)
+    if arguments.config and "=" in arguments.config:  # the first setting, with --out and no file
+        overrides.insert(0, arguments.config)
+        arguments.config = None
+    if arguments.out:
+        overrides.append(f"out={arguments.out}")
+    if arguments.year:
+        overrides.append(f"dataset=coco{arguments.year}")
+    if arguments.split:
+        overrides.append(f"parts=[{arguments.split}, annotations]")
+    config = load_settings(DownloadConfig, Path(arguments.config) if arguments.config else None, overrides)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        result = run_download(config)
+    except KeyboardInterrupt:
+        raise InterruptedBuildError(
+            f"{config.out}: the download was stopped; the same command goes on from the bytes that are there"
+        ) from None
+    print(json.dumps(result.to_json()) if arguments.json else result)
     return 0
 
 

@@ -15,3 +15,7 @@ class InterruptedBuildError(BuildError):
     """A signal ended the build. Finished shards are kept, so the same command goes on from there."""
 
     exit_code = 75
+
+
+class DownloadError(BuildError):
+    """A file could not be fetched, or is not the one that was asked for. What came of it is kept."""
