@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,16 +14,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from pipelines import report
-from pipelines.coco import Split, read_splits
 from pipelines.config import BuildConfig, FilterConfig
 from pipelines.errors import BuildError, RejectShareError
 from pipelines.filters import Reason, Rejection
 from pipelines.images import Images, open_images
 from pipelines.measure import Picture, measure
-from pipelines.plan import FileHashes, Slice, cut, list_files
-from pipelines.progress import Progress, progress_bar
-from pipelines.state import SETTINGS, State, read_checked, shard_files, write_checked, write_result
+from pipelines.plan import Plan, make_plan, require_images
+from pipelines.progress import Progress, map_bounded, progress_bar
+from pipelines.records import id_order, key_of
+from pipelines.sources import open_sources
+from pipelines.spool import FACTS, Numbers, Spool
+from pipelines.state import SETTINGS, State, shard_files, write_result
 from pipelines.workers import Workers
 from shards.atomic import write_file, written_aside
 from shards.errors import ConfigError, counted, describe
@@ -32,8 +36,8 @@ from shards.manifest import Manifest, ShardEntry
 from shards.sample import Sample, canonical_json
 from shards.writer import ShardWriter
 
-HASH_CHUNK = 256  # files hashed in one request
 PROGRESS_EVERY = 32  # records
+WHERE = ("place", "source")  # of a record: where its picture is; not in rejects.jsonl
 
 
 @dataclass(frozen=True)
@@ -89,24 +93,21 @@ class Build:
             self._read_input()
         except OSError as error:  # what no rule of ours has a better word for, such as missing rights
             raise ConfigError(describe(error), path=error.filename) from None
-        self.slices: list[Slice] = []
+        self.planned: Plan
         self._held = ExitStack()
         self.workers: Workers
 
     def _read_input(self) -> None:
         config = self.config
-        self.splits: tuple[Split, ...] = read_splits(config)
-        self.listings = [list_files(split) for split in self.splits]
+        self.origins = open_sources(config)
+        for origin in self.origins:
+            require_images(origin.source)
         self.state = State(config.out)
         self.settings = {
             **config.written_settings,
-            "sources": {s.name: str(s.annotations.resolve()) for s in self.splits},
+            "sources": {str(origin.split): origin.source.location for origin in self.origins},
         }
         self.state.check(self.settings, config.build.overwrite)
-
-    @property
-    def num_records(self) -> int:
-        return sum(len(split.records) for split in self.splits)
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
@@ -115,7 +116,7 @@ class Build:
             held.callback(self.state.sweep)
             held.callback(self.workers.close)
             if not self.state.published:  # else the folder is still what those settings made of it
-                self.state.write(SETTINGS, self.settings)
+                self.state.write_json(SETTINGS, self.settings)
             self._held = held.pop_all()
         return self
 
@@ -124,46 +125,46 @@ class Build:
     ) -> None:
         self._held.close()
 
-    def plan(self, progress: Progress = lambda count: None) -> list[str]:
-        """Names of the shards that have to be built; the others are finished. Counts their records as progress."""
-        path = self.state.folder / "files.json"
-        known = read_checked(path) or {}
-        hashes = FileHashes(known)
-        per_split = [hashes.of(listing, self._hash_files) for listing in self.listings]
-        if (remembered := hashes.remembered(self.listings)) != known:
-            write_checked(path, remembered)
-        self.slices = cut(self.config, self.splits, per_split)
-        images = {split.name: str(split.images.resolve()) for split in self.splits}
-        todo = []
-        for piece in self.slices:
-            if self.state.finished(piece):
-                progress(len(piece.records))
-                continue
-            target = self.state.target
-            order = {
-                **vars(piece),
-                "limits": self.config.filters.model_dump(mode="json"),
-                "images": images[piece.split],
-                "folder": str(target),
-                "result": str(self.state.results(target) / f"{piece.name}.json"),
-            }
-            self.state.write(f"slices/{piece.name}.json", order)
-            todo.append(piece.name)
-        return todo
+    def plan(self) -> list[str]:
+        """Names of the shards that have to be built; the others are finished."""
+        spool = Spool(self.state.folder, self.config.build.seed)
+        self._held.callback(spool.close)
+        with progress_bar(None, "read") as progress:
+            self.planned = make_plan(self.config, self.origins, spool, self.state.folder, self._hash_files, progress)
+        self._pieces = {piece.name: piece for piece in self.planned.slices}
+        return [piece.name for piece in self.planned.slices if not self.state.finished(piece)]
 
-    def _hash_files(self, split: Split, names: Sequence[str]) -> list[str | Rejection]:
-        chunks = [names[i : i + HASH_CHUNK] for i in range(0, len(names), HASH_CHUNK)]
-        requests = [{"images": str(split.images.resolve()), "names": chunk} for chunk in chunks]
+    def num_records(self, names: Sequence[str]) -> int:
+        """Number of records in planned shards."""
+        return sum(len(self._pieces[name].numbers) for name in names)
+
+    def _hash_files(
+        self, requests: Iterator[tuple[Numbers, int]], spool: Spool
+    ) -> Iterator[tuple[Numbers, Sequence[bytes | Rejection]]]:
+        def ask(request: tuple[Numbers, int]) -> tuple[Numbers, Sequence[bytes | Rejection]]:
+            numbers, source = request
+            names = [spool.place(number) for number in numbers.tolist()]
+            arguments = {"images": self.origins[source].source.images, "names": names}
+            replies = self.workers.call("hash", arguments, progress)
+            return numbers, [
+                Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else bytes.fromhex(r) for r in replies
+            ]
+
         with (
-            progress_bar(len(names), f"hash {split.name}") as progress,
+            progress_bar(None, "hash") as progress,
             ThreadPoolExecutor(self.config.build.num_processes) as threads,
         ):
-            replies = threads.map(lambda request: self.workers.call("hash", request, progress), requests)
-            return [Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else r for reply in replies for r in reply]
+            yield from map_bounded(threads, ask, requests, 2 * self.config.build.num_processes)
+
+    def write_order(self, name: str) -> Path:
+        """Write what a build process is to do for one shard; another machine may read it too."""
+        target = self.state.target
+        about = {"folder": str(target), "result": str(self.state.results(target) / f"{name}.json")}
+        return self.state.write(f"slices/{name}.json", self.planned.order(self._pieces[name], about))
 
     def build_shard(self, name: str, progress: Progress = lambda count: None) -> dict[str, int]:
         """Build one planned shard in a build process; for threads. Counts of what became of its records."""
-        path = self.state.slices / f"{name}.json"
+        path = self.write_order(name)
         counts: dict[str, int] = self.workers.call("build", {"slice": str(path)}, progress)
         path.unlink()
         return counts
@@ -174,12 +175,12 @@ class Build:
         Raises:
             RejectShareError: too much was rejected; what was published before stays.
         """
-        found = {piece.name: self.state.finished(piece) for piece in self.slices}
+        found = {piece.name: self.state.finished(piece) for piece in self.planned.slices}
         if missing := [name for name, place in found.items() if place is None]:
             raise BuildError(f"{self.config.out}: {missing[0]} was changed while building; run the build again")
         places = {name: place for name, place in found.items() if place is not None}
         results = [result for _, result in places.values()]
-        rejects = _rejects_jsonl(self.splits, results)
+        rejects = _rejects_jsonl(self.planned, results)
         rejected = Counter(str(r["reason"]) for result in results for r in result["rejects"])
         self._check_share(rejected, results, rejects)
         manifest = Manifest(
@@ -190,10 +191,10 @@ class Build:
         files = {MANIFEST: manifest.to_json(), "rejects.jsonl": rejects}
         unchanged = not staged and not (stale and self.config.build.overwrite) and _holds(self.config.out, files)
         if unchanged:
-            self.state.write(SETTINGS, self.settings)
+            self.state.write_json(SETTINGS, self.settings)
         else:
             folders = {result["entry"]["name"]: target for target, result in places.values() if result["entry"]}
-            files |= report.files(self.config, self.splits, manifest, results, folders)
+            files |= report.files(self.config, self.planned.splits, manifest, results, folders)
             self._replace(files, staged, stale)
         shutil.rmtree(self.state.next, ignore_errors=True)
         left = () if self.config.build.overwrite else tuple(stale)
@@ -201,15 +202,20 @@ class Build:
 
     def _check_share(self, rejected: Mapping[str, int], results: Sequence[Any], rejects: bytes) -> None:
         total, allowed = sum(rejected.values()), self.config.build.max_reject_share
-        empty = [s.name for s in self.splits if not any(r["entry"] and r["entry"]["split"] == s.name for r in results)]
-        if total <= allowed * self.num_records and not empty:
+        num_records = self.planned.num_records
+        empty = [
+            s.name
+            for s in self.planned.splits
+            if not any(r["entry"] and r["entry"]["split"] == s.name for r in results)
+        ]
+        if total <= allowed * num_records and not empty:
             return
         write_file(self.state.folder / "rejects.jsonl", rejects)
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
         limit = f"no record of split {empty[0]} is left" if empty else f"build.max_reject_share={allowed:g} allows"
-        limit += "" if empty else f" {int(allowed * self.num_records)}"
+        limit += "" if empty else f" {int(allowed * num_records)}"
         raise RejectShareError(
-            f"{self.config.out}: {total} of {counted(self.num_records, 'record')} rejected ({reasons}), {limit}; nothing was "
+            f"{self.config.out}: {total} of {counted(num_records, 'record')} rejected ({reasons}), {limit}; nothing was "
             f"published; look into {self.state.folder / 'rejects.jsonl'}, then correct the source, the filters or the share",
             path=self.config.out,
         )
@@ -226,7 +232,7 @@ class Build:
                 file.write(data)
                 file.flush()
             (self.config.out / MANIFEST).unlink(missing_ok=True)
-            self.state.write(SETTINGS, self.settings)
+            self.state.write_json(SETTINGS, self.settings)
             for name, result in staged.items():
                 self.state.adopt(name, result)
             if self.config.build.overwrite:
@@ -250,10 +256,10 @@ def _holds(out: Path, files: Mapping[str, bytes]) -> bool:
     )
 
 
-def _rejects_jsonl(splits: Sequence[Split], results: Sequence[Mapping[str, Any]]) -> bytes:
-    order = {split.name: i for i, split in enumerate(splits)}
-    rows = [row for result in results for row in result["rejects"]]
-    rows.sort(key=lambda row: (order[row["split"]], row["image_id"]))
+def _rejects_jsonl(planned: Plan, results: Sequence[Mapping[str, Any]]) -> bytes:
+    order = {split.name: i for i, split in enumerate(planned.splits)}
+    rows = [{k: v for k, v in row.items() if k not in WHERE} for result in results for row in result["rejects"]]
+    rows.sort(key=lambda row: (order[row["split"]], id_order(row["image_id"])))
     return b"".join(canonical_json(row) + b"\n" for row in rows)
 
 
@@ -261,14 +267,18 @@ def _rejects_jsonl(splits: Sequence[Split], results: Sequence[Mapping[str, Any]]
 
 
 def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
-    """sha256 of each file, or reason and detail where it cannot be read."""
-    images = open_images(Path(arguments["images"]))
+    """Facts about each file (bytes of dtype FACTS in hex), or reason and detail where it cannot be read."""
+    images = open_images(arguments["images"])
     replies: list[Any] = []
     for name in arguments["names"]:
         data = images.read(name)
-        replies.append([data.reason, data.detail] if isinstance(data, Rejection) else hashlib.sha256(data).hexdigest())
+        replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data).hex())
     progress(len(replies))
     return replies
+
+
+def _facts(data: bytes) -> bytes:
+    return np.array((hashlib.sha256(data).digest(),), FACTS).tobytes()
 
 
 def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, int]:
@@ -283,7 +293,7 @@ def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, i
 
 def _build_slice(order: Mapping[str, Any], progress: Progress) -> dict[str, int]:
     limits = FilterConfig.model_validate(order["limits"])
-    images = open_images(Path(order["images"]))
+    images = [open_images(spec) for spec in order["images"]]
     folder = Path(order["folder"])
     rejects: list[dict[str, Any]] = []
     stats: dict[str, Counter[str]] = {}
@@ -293,7 +303,7 @@ def _build_slice(order: Mapping[str, Any], progress: Progress) -> dict[str, int]
         writer: ShardWriter | None = None
         while chunk := list(islice(records, PROGRESS_EVERY)):
             for record in chunk:
-                judged = _judge(record, images, limits)
+                judged = _judge(record, images[record.get("source", 0)], limits)
                 if isinstance(judged, Rejection):
                     rejects.append(_reject(order["split"], record, judged))
                     continue
@@ -316,7 +326,7 @@ def _build_slice(order: Mapping[str, Any], progress: Progress) -> dict[str, int]
 def _judge(record: Mapping[str, Any], images: Images, limits: FilterConfig) -> Picture | Rejection:
     if record["verdict"]:
         return Rejection(Reason(record["verdict"]["reason"]), record["verdict"]["detail"])
-    data = images.read(record["file_name"])
+    data = images.read(record.get("place", record["file_name"]))
     if isinstance(data, Rejection) or hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise BuildError(
             f"{record['file_name']}: the file changed after the build had begun; run the build again once it is settled"
@@ -331,6 +341,7 @@ def _reject(split: str, record: Mapping[str, Any], rejection: Rejection) -> dict
         "file_name": record["file_name"],
         "reason": rejection.reason,
         "detail": rejection.detail,
+        **{name: record[name] for name in WHERE if name in record},
     }
 
 
@@ -345,7 +356,7 @@ def _sample(record: Mapping[str, Any], picture: Picture) -> Sample:
     }
     if record["captions_raw"] is not None:
         meta["captions_raw"] = record["captions_raw"]
-    return Sample(f"{record['image_id']:012d}", picture.data, picture.extension, meta)
+    return Sample(key_of(record["image_id"]), picture.data, picture.extension, meta)
 
 
 JOBS: Mapping[str, Callable[[Any, Progress], Any]] = {"hash": hash_files, "build": build_shard}

@@ -5,9 +5,17 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 SplitName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", description="Split of the samples; names the shards.")]
+
+
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+# A path or an address such as s3://bucket/folder. Text, as pathlib makes one slash of two.
+Location = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 
 
 class Settings(BaseModel):
@@ -18,13 +26,13 @@ class SourceConfig(Settings):
     """Where records come from: a folder in the official COCO layout, or annotations and images given one by one."""
 
     kind: Literal["coco"] = Field("coco", description="Format of the source. COCO Captions is the one there is.")
-    root: Path | None = Field(
+    root: Location | None = Field(
         None,
         description="Folder in the official COCO layout: annotations/captions_train*.json, and images in train2017/, "
         "train2017.zip or images/. Default none: then annotations and images are given.",
     )
-    annotations: Path | None = Field(None, description="Caption file (JSON). Default: found below root.")
-    images: Path | None = Field(
+    annotations: Location | None = Field(None, description="Caption file (JSON). Default: found below root.")
+    images: Location | None = Field(
         None,
         description="Folder of images, or a zip of it, which is read in place. Default: found below root.",
     )
@@ -101,6 +109,12 @@ def _non_zero(values: tuple[float, ...]) -> tuple[float, ...]:
 Triple = Annotated[tuple[float, float, float], AfterValidator(_finite)]
 
 
+# Those of the first version, which stand in every manifest.
+_FIRST_FILTERS = (
+    "min_side_px", "max_pixels", "max_aspect_ratio", "constant_levels", "duplicates", "norm_mean", "norm_std",
+)  # fmt: skip
+
+
 class FilterConfig(Settings):
     """What is rejected. Every field changes what is written."""
 
@@ -129,6 +143,13 @@ class FilterConfig(Settings):
         description="Deviation that training divides by (default: CLIP), not zero.",
     )
 
+    @property
+    def written(self) -> dict[str, Any]:
+        """What manifest and shards say of the filters: a later field only where it is set, so that the bytes and ids of
+        builds that do not use it stay what they were."""
+        values = self.model_dump(mode="json")
+        return {k: v for k, v in values.items() if k in _FIRST_FILTERS or v != type(self).model_fields[k].default}
+
 
 class BuildConfig(Settings):
     """COCO Captions in, shards out."""
@@ -154,5 +175,5 @@ class BuildConfig(Settings):
         """The settings that the bytes of the data files depend on."""
         return {
             "build": {"records_per_shard": self.build.records_per_shard, "seed": self.build.seed},
-            "filters": self.filters.model_dump(mode="json"),
+            "filters": self.filters.written,
         }

@@ -34,11 +34,11 @@ def build_shards(
     config = BuildConfig.model_validate(
         {"source": source, "out": out, "held_out": held_out, "build": build, "filters": filters}
     )
-    with Build(config) as job, progress_bar(job.num_records, "build") as progress:
-        todo: list[str] = _task(job.plan, "plan", "plan")(progress)
+    with Build(config) as job:
+        todo: list[str] = _task(job.plan, "plan", "plan")()
         build_shard = _task(job.build_shard, "build-shard", "{name}")
         runner: ThreadPoolTaskRunner[dict[str, int]] = ThreadPoolTaskRunner(max_workers=len(job.workers))
-        with runner:
+        with progress_bar(job.num_records(todo), "build") as progress, runner:
             try:
                 await_each(
                     lambda name: runner.submit(build_shard, {"name": name, "progress": progress}),

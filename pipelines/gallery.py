@@ -14,10 +14,11 @@ from typing import Any
 import simplejpeg
 from PIL import Image, ImageOps
 
-from pipelines.coco import Split
 from pipelines.filters import Rejection
 from pipelines.images import open_images
 from pipelines.measure import FORMATS, to_rgb
+from pipelines.plan import PlannedSplit
+from pipelines.records import id_order
 from shards.manifest import Manifest, ShardEntry
 
 SIDE_PX = 320
@@ -58,18 +59,18 @@ def _payload(tar: Any, part: Mapping[str, Any]) -> bytes:
 
 
 def rejected(
-    splits: Sequence[Split], rejects: Sequence[Mapping[str, Any]], number: int, max_pixels: int
+    splits: Sequence[PlannedSplit], rejects: Sequence[Mapping[str, Any]], number: int, max_pixels: int
 ) -> list[Shown]:
     """Rejected records of every reason in turn, until there are ``number``."""
     by_reason: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in sorted(rejects, key=lambda row: (row["reason"], row["split"], row["image_id"])):
+    for row in sorted(rejects, key=lambda row: (row["reason"], row["split"], id_order(row["image_id"]))):
         by_reason[row["reason"]].append(row)
     chosen = islice((r for r in chain.from_iterable(zip_longest(*by_reason.values())) if r), number)
-    images = {split.name: open_images(split.images) for split in splits}
+    images = {split.name: [open_images(source.images) for source in split.sources] for split in splits}
     shown = []
     for row in chosen:
-        found = images[row["split"]].stamp(row["file_name"])
-        data = b"" if isinstance(found, Rejection) else images[row["split"]].read(row["file_name"])
+        place, files = row.get("place", row["file_name"]), images[row["split"]][row.get("source", 0)]
+        data = b"" if isinstance(files.stamp(place), Rejection) else files.read(place)
         picture = "" if isinstance(data, Rejection) else thumbnail(data, max_pixels)
         shown.append(Shown(picture, row["file_name"], row["detail"], row["reason"]))
     return shown

@@ -1,10 +1,12 @@
 """The image files of a source: a folder, or a zip of one, read in place. Both give the same bytes and verdicts."""
 
 import errno
+import json
 import os
 import stat
 import zipfile
 import zlib
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -15,21 +17,35 @@ from shards.errors import ConfigError
 Stamp = tuple[int, ...]  # changes whenever the file does, so that unchanged files need not be hashed again
 
 
+# Where images are, in a form that goes to any process: a path, or the arguments of another kind of place.
+ImagesSpec = str | Mapping[str, Any]
+
+
 class Images(Protocol):
-    """Files by the name that the annotations give them. Neither method raises over a file that is not as it should be."""
+    """Files by their place, as a rule the name that the source gives them. Neither method raises over a bad file."""
 
     def stamp(self, file_name: str) -> Stamp | Rejection: ...
 
     def read(self, file_name: str) -> bytes | Rejection: ...
 
 
-@lru_cache(maxsize=4)
-def open_images(path: Path) -> Images:
-    """The images in a folder or zip; opened once per process.
+def open_images(spec: ImagesSpec | Path) -> Images:
+    """The images of a source; opened once per process.
 
     Raises:
         ConfigError: there is no such path, it holds no files, or it is no zip.
     """
+    return _open(json.dumps(spec, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=16)
+def _open(text: str) -> Images:
+    spec = json.loads(text)
+    assert isinstance(spec, str)
+    return _open_path(Path(spec))
+
+
+def _open_path(path: Path) -> Images:
     if path.is_dir():
         if not any(path.iterdir()):
             raise ConfigError(f"{path}: the folder of images is empty; give the one that holds the pictures", path=path)

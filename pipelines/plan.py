@@ -2,195 +2,205 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipelines.captions import clean_captions
-from pipelines.coco import Record, Split
 from pipelines.config import BuildConfig
 from pipelines.filters import Reason, Rejection
+from pipelines.hashes import HashFiles, hash_all
 from pipelines.images import Images, Stamp, open_images
+from pipelines.progress import Progress
+from pipelines.records import Record
+from pipelines.sources import Origin, Source
+from pipelines.spool import Numbers, Spool
 from shards.errors import ConfigError
 from shards.sample import canonical_json
 
 VERSION = 1  # raise it when the same records and settings give other bytes; finished shards are then built again
 
-HashFiles = Callable[[Split, Sequence[str]], list[str | Rejection]]  # sha256 of each file
-
 
 @dataclass(frozen=True)
 class Slice:
-    """The records of one shard. ``records`` is all that its bytes depend on, ``digest`` the hash of that."""
+    """The records of one shard, as numbers of rows; ``digest`` is the hash of all that the shard's bytes depend on."""
 
     name: str
     split: str
-    records: tuple[Mapping[str, Any], ...]
+    numbers: Numbers
     digest: str
 
 
 @dataclass(frozen=True)
-class Listing:
-    """A split with the stamp of each file, or the reason why it cannot be used; found without reading any file."""
+class PlannedSplit:
+    """A split of the build. ``counts`` says what in its sources was left aside; ``numbers``: its rows, in order."""
 
-    split: Split
-    stamps: tuple[Stamp | Rejection, ...]
+    name: str
+    sources: tuple[Source, ...]
+    source_numbers: tuple[int, ...]
+    counts: Mapping[str, int]
+    numbers: Numbers
+
+    @property
+    def num_records(self) -> int:
+        return len(self.numbers)
 
 
-def list_files(split: Split) -> Listing:
-    """Stamps of all files of a split.
+class Plan:
+    """The splits and slices of a build; their records stay in the spool."""
+
+    def __init__(self, config: BuildConfig, splits: Sequence[PlannedSplit], spool: Spool) -> None:
+        self.splits = tuple(splits)
+        self._spool = spool
+        self._limits = config.filters.written
+        self.slices = [
+            self._slice(f"{split.name}-{i // size:06d}", split, split.numbers[i : i + size])
+            for split in splits
+            for size in [config.build.records_per_shard]
+            for i in range(0, split.num_records, size)
+        ]
+
+    @property
+    def num_records(self) -> int:
+        return sum(split.num_records for split in self.splits)
+
+    def _slice(self, name: str, split: PlannedSplit, numbers: Numbers) -> Slice:
+        digest = hashlib.sha256()
+        for part in self._content(name, split, numbers):
+            digest.update(part)
+        return Slice(name, split.name, numbers, digest.hexdigest())
+
+    def _content(self, name: str, split: PlannedSplit, numbers: Numbers) -> Iterator[bytes]:
+        """Canonical JSON of all that a shard's bytes depend on."""
+        yield b'{"limits":%b,"name":%b,"records":[' % (canonical_json(self._limits), canonical_json(name))
+        for i, row in enumerate(self._spool.rows(numbers, split.source_numbers)):
+            yield b"," + row if i else row
+        yield b'],"split":%b,"version":%d}' % (canonical_json(split.name), VERSION)
+
+    def order(self, piece: Slice, about: Mapping[str, Any]) -> bytes:
+        """What a build process is told: the slice's content, and what is said ``about`` paths."""
+        split = next(s for s in self.splits if s.name == piece.split)
+        content = b"".join(self._content(piece.name, split, piece.numbers))
+        more = {"digest": piece.digest, "images": [s.images for s in split.sources], **about}
+        return content[:-1] + b"," + canonical_json(more)[1:]
+
+
+def require_images(source: Source) -> None:
+    """Look for images until one is found.
 
     Raises:
         ConfigError: not one of them is there, so the folder is the wrong one.
     """
-    images = open_images(split.images)
-    stamps = tuple(_stamp(images, record) for record in split.records)
-    if all(isinstance(s, Rejection) and s.reason is Reason.UNREADABLE_FILE for s in stamps):
+    images, count, first = open_images(source.images), 0, None
+    reasons = set()
+    for record in source.records():
+        found = stamp(images, record)
+        first, count = first or record, count + 1
+        if not isinstance(found, Rejection) or found.reason not in (Reason.MISSING_FILE, Reason.UNREADABLE_FILE):
+            return
+        reasons.add(found.reason)
+        if len(reasons) > 1:
+            return
+    assert first is not None
+    if reasons == {Reason.UNREADABLE_FILE}:
         raise ConfigError(
-            f"{split.images}: not one image of {split.annotations} ({len(stamps)}) can be read, for example "
-            f"{split.records[0].file_name!a}; give this user the right to read them",
-            path=split.images,
+            f"{source.images}: not one image of {source.location} ({count}) can be read, for example "
+            f"{first.file_name!a}; give this user the right to read them",
+            path=source.location,
         )
-    if all(isinstance(s, Rejection) and s.reason is Reason.MISSING_FILE for s in stamps):
-        first = split.records[0].file_name
-        raise ConfigError(
-            f"{split.images}: not one image of {split.annotations} ({len(stamps)}) is in it, for example "
-            f"{first!a}; give the folder or zip that holds them",
-            path=split.images,
-        )
-    return Listing(split, stamps)
+    raise ConfigError(
+        f"{source.images}: not one image of {source.location} ({count}) is in it, for example "
+        f"{first.file_name!a}; give the folder or zip that holds them",
+        path=source.location,
+    )
 
 
-def _stamp(images: Images, record: Record) -> Stamp | Rejection:
-    stamp = images.stamp(record.file_name)
-    if not isinstance(stamp, Rejection) and stamp[0] == 0:
+def stamp(images: Images, record: Record) -> Stamp | Rejection:
+    """The stamp of a record's file, or why it cannot be used; found without reading it."""
+    found = images.stamp(record.file_name if record.place is None else record.place)
+    if not isinstance(found, Rejection) and found[0] == 0:
         return Rejection(Reason.EMPTY_FILE, "0 bytes")
-    return stamp
+    return found
 
 
-class FileHashes:
-    """sha256 of every file, remembered by its stamp: a second build hashes only what has changed."""
+def make_plan(
+    config: BuildConfig,
+    origins: Sequence[Origin],
+    spool: Spool,
+    folder: Path,
+    hash_files: HashFiles,
+    progress: Progress = lambda count: None,
+) -> Plan:
+    """Read all records, hash their files, reject what is known to be bad by that, and cut the rest.
 
-    def __init__(self, remembered: Mapping[str, Any]) -> None:
-        self._known: dict[str, Any] = dict(remembered)
-
-    def of(self, listing: Listing, hash_files: HashFiles) -> list[str | Rejection]:
-        """One hash a record, or why there is none."""
-        keys = [f"{listing.split.name}/{r.file_name}" for r in listing.split.records]
-        wanted = {
-            keys[i]: i
-            for i, stamp in enumerate(listing.stamps)
-            if not isinstance(stamp, Rejection) and self._known.get(keys[i], [])[1:] != list(stamp)
-        }
-        names = [listing.split.records[i].file_name for i in wanted.values()]
-        found = dict(zip(wanted, hash_files(listing.split, names) if names else [], strict=True))
-        for key, digest in found.items():
-            if isinstance(digest, str):
-                self._known[key] = [digest, *listing.stamps[wanted[key]]]  # type: ignore[misc]
-        return [
-            stamp if isinstance(stamp, Rejection) else found[key] if key in found else self._known[key][0]
-            for key, stamp in zip(keys, listing.stamps, strict=True)
-        ]
-
-    def remembered(self, listings: Sequence[Listing]) -> dict[str, Any]:
-        """What to remember: only files that are still listed."""
-        keys = {f"{listing.split.name}/{r.file_name}" for listing in listings for r in listing.split.records}
-        return {k: v for k, v in self._known.items() if k in keys}
-
-
-@dataclass(frozen=True)
-class _Judged:
-    record: Record
-    sha256: str | None
-    captions: tuple[str, ...]
-    caption_counts: Mapping[str, int]
-    verdict: Rejection | None
-
-
-def cut(config: BuildConfig, splits: Sequence[Split], hashes: Sequence[Sequence[str | Rejection]]) -> list[Slice]:
-    """The slices of all splits in order. ``splits[1:]`` are held out: what training shares with them, training loses."""
-    judged = [[_judge(r, h) for r, h in zip(s.records, hs, strict=True)] for s, hs in zip(splits, hashes, strict=True)]
-    for held_out, split in zip(judged[1:], splits[1:], strict=True):
-        judged[0] = _without_leaks(judged[0], held_out, split.name)
+    What is found out about the files is remembered in ``folder``.
+    """
+    names = list(dict.fromkeys(str(origin.split) for origin in origins))
+    for number, origin in enumerate(origins):
+        _read(spool, origin, number, names.index(str(origin.split)), progress)
+    spool.flush()
+    hash_all(spool, folder / "files.bin", hash_files)
+    _reject_leaks(spool, names)
     if config.filters.duplicates:
-        judged = [_without_duplicates(records) for records in judged]
-    limits = config.filters.model_dump(mode="json")
-    return [
-        _slice(f"{split.name}-{i // size:06d}", split.name, ordered[i : i + size], limits)
-        for split, records in zip(splits, judged, strict=True)
-        for ordered, size in [(_hash_ordered(records, config.build.seed), config.build.records_per_shard)]
-        for i in range(0, len(ordered), size)
-    ]
+        _reject_duplicates(spool)
+    return Plan(config, [_planned(spool, name, i, origins) for i, name in enumerate(names)], spool)
 
 
-def _judge(record: Record, sha256: str | Rejection) -> _Judged:
-    cleaned = clean_captions(record.captions)
-    verdict = sha256 if isinstance(sha256, Rejection) else None
-    if verdict is None and not cleaned.captions:
-        why = ", ".join(f"{count} {name}" for name, count in sorted(cleaned.counts.items())) or "there are none"
-        verdict = Rejection(Reason.NO_CAPTION, f"no caption is left of {len(record.captions)}: {why}")
-    return _Judged(record, None if isinstance(sha256, Rejection) else sha256, cleaned.captions, cleaned.counts, verdict)
+def _read(spool: Spool, origin: Origin, source: int, split: int, progress: Progress) -> None:
+    images = open_images(origin.source.images)
+    for record in origin.source.records():
+        spool.add(record, clean_captions(record.captions), stamp(images, record), source=source, split=split)
+        progress(1)
 
 
-def _without_leaks(records: Iterable[_Judged], held_out: Iterable[_Judged], split: str) -> list[_Judged]:
-    ids = {j.record.image_id for j in held_out}
-    owners = {j.sha256: j.record.image_id for j in held_out if j.sha256}
-
-    def judge(judged: _Judged) -> _Judged:
-        if judged.verdict:
-            return judged
-        if judged.record.image_id in ids:
-            return _rejected(judged, Reason.SPLIT_LEAK, f"its image id is in split {split} too")
-        if judged.sha256 in owners:
-            return _rejected(judged, Reason.SPLIT_LEAK, f"same bytes as image {owners[judged.sha256]} of split {split}")
-        return judged
-
-    return [judge(j) for j in records]
+def _planned(spool: Spool, name: str, split: int, origins: Sequence[Origin]) -> PlannedSplit:
+    numbers = np.flatnonzero(spool.table["split"] == split)
+    numbers = numbers[np.argsort(spool.table["order"][numbers], kind="stable")]
+    sources = [(i, origin.source) for i, origin in enumerate(origins) if origin.split == name]
+    counts = sum((source.counts for _, source in sources), Counter[str]())
+    return PlannedSplit(name, tuple(s for _, s in sources), tuple(i for i, _ in sources), counts, numbers)
 
 
-def _without_duplicates(records: Sequence[_Judged]) -> list[_Judged]:
-    owners: dict[str, int] = {}
-    for judged in sorted(records, key=lambda j: j.record.image_id):
-        if judged.verdict is None and judged.sha256:
-            owners.setdefault(judged.sha256, judged.record.image_id)
-
-    def judge(judged: _Judged) -> _Judged:
-        owner = owners.get(judged.sha256 or "", judged.record.image_id)
-        if judged.verdict or owner == judged.record.image_id:
-            return judged
-        return _rejected(judged, Reason.DUPLICATE_IMAGE, f"same bytes as image {owner}")
-
-    return [judge(j) for j in records]
+def _reject_leaks(spool: Spool, names: Sequence[str]) -> None:
+    """What a split shares with a later one, it loses: training, which comes first, with every held-out one."""
+    for split in range(len(names)):
+        for other in range(split + 1, len(names)):
+            _reject_shared(spool, split, other, names[other])
 
 
-def _rejected(judged: _Judged, reason: Reason, detail: str) -> _Judged:
-    return _Judged(judged.record, judged.sha256, judged.captions, judged.caption_counts, Rejection(reason, detail))
+def _reject_shared(spool: Spool, split: int, other: int, name: str) -> None:
+    table = spool.table
+    mine = np.flatnonzero((table["split"] == split) & (table["verdict"] == 0))
+    theirs = np.flatnonzero(table["split"] == other)
+    same_id = np.isin(table["id"][mine], table["id"][theirs])
+    spool.reject(mine[same_id], Reason.SPLIT_LEAK, f"its image id is in split {name} too")
+    mine, theirs = mine[~same_id], theirs[table["hashed"][theirs]][::-1]  # the last one of equal ones is named
+    owners = first_equal(table["facts"]["sha256"][theirs], table["facts"]["sha256"][mine])
+    shared = owners >= 0
+    detail = f"same bytes as image {{owner}} of split {name}"
+    spool.reject(mine[shared], Reason.SPLIT_LEAK, detail, theirs[owners[shared]])
 
 
-def _hash_ordered(records: Iterable[_Judged], seed: int) -> list[_Judged]:
-    """Records in an order without meaning, so that neighbours in a shard are unrelated."""
-    return sorted(records, key=lambda j: hashlib.sha256(f"{seed}:{j.record.image_id}".encode()).digest())
+def _reject_duplicates(spool: Spool) -> None:
+    """Of files with the same bytes in one split, the one with the lowest id stays."""
+    table = spool.table
+    for split in np.unique(table["split"]):
+        numbers = np.flatnonzero((table["split"] == split) & (table["verdict"] == 0))
+        numbers = numbers[np.argsort(table["id"][numbers], kind="stable")]
+        hashes = table["facts"]["sha256"][numbers]
+        owners = numbers[first_equal(hashes, hashes)]
+        copies = owners != numbers
+        spool.reject(numbers[copies], Reason.DUPLICATE_IMAGE, "same bytes as image {owner}", owners[copies])
 
 
-def _slice(name: str, split: str, records: Iterable[_Judged], limits: Mapping[str, Any]) -> Slice:
-    rows = tuple(_row(j) for j in records)
-    content = {"version": VERSION, "name": name, "split": split, "limits": limits, "records": rows}
-    return Slice(name, split, rows, hashlib.sha256(canonical_json(content)).hexdigest())
-
-
-def _row(judged: _Judged) -> dict[str, Any]:
-    raw = [str(c) if isinstance(c, str) else None for c in judged.record.captions]
-    return {
-        "image_id": judged.record.image_id,
-        "file_name": _plain(judged.record.file_name),
-        "captions": list(judged.captions),
-        "captions_raw": None if raw == list(judged.captions) else raw,
-        "caption_counts": dict(Counter(judged.caption_counts)),
-        "about": dict(judged.record.about),
-        "sha256": judged.sha256,
-        "verdict": asdict(judged.verdict) if judged.verdict else None,
-    }
-
-
-def _plain(file_name: Any) -> str:
-    return file_name if isinstance(file_name, str) else ascii(file_name)
+def first_equal(values: Any, wanted: Any) -> Numbers:
+    """For each wanted value, where it stands first among the values, or -1."""
+    if not len(values):
+        return np.full(len(wanted), -1, np.int64)
+    order = np.argsort(values, kind="stable")
+    at = np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
+    found = order[at]
+    return np.where(values[found] == wanted, found, -1)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from pipelines import gallery
-from pipelines.coco import Split
 from pipelines.config import BuildConfig
 from pipelines.measure import Picture
+from pipelines.plan import PlannedSplit
 from shards.manifest import Manifest
 
 Counts = Mapping[str, int]
@@ -54,7 +54,7 @@ def count(stats: dict[str, Counter[str]], record: Mapping[str, Any], picture: Pi
 
 def files(
     config: BuildConfig,
-    splits: Sequence[Split],
+    splits: Sequence[PlannedSplit],
     manifest: Manifest,
     results: Sequence[Mapping[str, Any]],
     folders: Mapping[str, Path],
@@ -72,7 +72,7 @@ def files(
 
 
 def summarise(
-    config: BuildConfig, splits: Sequence[Split], manifest: Manifest, results: Sequence[Mapping[str, Any]]
+    config: BuildConfig, splits: Sequence[PlannedSplit], manifest: Manifest, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The content of report.json."""
     stats: dict[str, Counter[str]] = {}
@@ -91,12 +91,12 @@ def summarise(
         "reasons": _sorted(Counter(str(r["reason"]) for r in rejects)),
         "splits": {
             split.name: {
-                "records": len(split.records),
+                "records": split.num_records,
                 "kept": manifest.splits.get(split.name, 0),
                 "rejected": sum(r["split"] == split.name for r in rejects),
                 "left_aside": dict(split.counts),
-                "annotations": str(split.annotations),
-                "images": str(split.images),
+                "annotations": ", ".join(source.location for source in split.sources),
+                "images": ", ".join(str(source.images) for source in split.sources),
             }
             for split in splits
         },

@@ -19,9 +19,12 @@ class Pending(Protocol):
 
 def run_plain(config: BuildConfig) -> Summary:
     """Build with nothing but this process and its build processes."""
-    with Build(config) as job, progress_bar(job.num_records, "build") as progress:
-        todo = job.plan(progress)
-        with ThreadPoolExecutor(config.build.num_processes) as threads:
+    with Build(config) as job:
+        todo = job.plan()
+        with (
+            progress_bar(job.num_records(todo), "build") as progress,
+            ThreadPoolExecutor(config.build.num_processes) as threads,
+        ):
             try:
                 await_each(lambda name: threads.submit(job.build_shard, name, progress), todo, 2 * len(job.workers))
             except BaseException:

@@ -1,8 +1,8 @@
 """What a build knows about its folder: OUT/.build. It makes reruns cheap and safe; no reader of the dataset needs it.
 
 .build/settings.json       settings and sources of what is published, or of the build that will be the first to be
-.build/files.json          sha256 of every source file, by size and times
-.build/slices/NAME.json    a shard that is to be built: its records
+.build/files.bin           sha256 of every source file, by size and times
+.build/slices/NAME.json    a shard that is being built: its records
 .build/results/NAME.json   a finished shard: digest of its records, manifest entry, rejections, statistics
 .build/next/               finished shards and results that replace published ones, until all of them are finished
 """
@@ -157,14 +157,17 @@ class State:
             return Manifest.load(self.out).manifest_id
         return None
 
-    def write(self, name: str, value: Any) -> Path:
-        """Write a JSON file below .build, unless it says so already."""
+    def write(self, name: str, data: bytes) -> Path:
+        """Write a file below .build, unless it says so already."""
         path = self.folder / name
-        data = canonical_json(value) + b"\n"
         if not path.exists() or path.read_bytes() != data:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, data)
         return path
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """The same for a value."""
+        return self.write(name, canonical_json(value) + b"\n")
 
 
 def _acquire(descriptor: int) -> bool:

@@ -152,11 +152,22 @@ def _edited(content, change):
 )
 def test_what_the_build_remembers_heals_itself(photos, make_config, data_files, built, tmp_path, damage):
     out = Path(shutil.copytree(built, tmp_path / "out"))
-    for path in (out / ".build" / "results" / "train-000001.json", out / ".build" / "files.json"):
-        path.write_text(damage(json.loads(path.read_text())))
+    path = out / ".build" / "results" / "train-000001.json"
+    path.write_text(damage(json.loads(path.read_text())))
     run_plain(make_config(photos, out))
     assert data_files(out) == data_files(built)
     assert run_plain(make_config(photos, out)).unchanged
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-3] + b"abc"])
+def test_remembered_hashes_that_are_damaged_are_found_anew(photos, make_config, data_files, built, tmp_path, damage):
+    out = Path(shutil.copytree(built, tmp_path / "out"))
+    path = out / ".build" / "files.bin"
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert run_plain(make_config(photos, out)).unchanged
+    assert path.read_bytes() == whole
+    assert data_files(out) == data_files(built)
 
 
 def test_a_place_that_cannot_be_written_is_said_before_anything_starts(photos, make_config, tmp_path, monkeypatch):

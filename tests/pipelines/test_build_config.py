@@ -1,8 +1,8 @@
 import pytest
 import yaml
 
-from pipelines.coco import locate
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
+from pipelines.sources.coco import locate
 from shards.errors import ConfigError
 from shards.settings import apply_override, load_settings, validate
 

@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 
-from pipelines.coco import locate, read_records, read_splits
 from pipelines.config import BuildConfig, SourceConfig
+from pipelines.sources import open_sources
+from pipelines.sources.coco import locate, read_records
 from shards.errors import ConfigError
 
 
@@ -86,13 +88,17 @@ def test_binary_data_is_refused(tmp_path):
 
 
 def test_a_root_is_enough_and_brings_its_held_out_split(photos):
-    train, val = read_splits(BuildConfig(source=photos, out="o"))
-    assert (train.name, len(train.records), train.images.name) == ("train", 24, "train2017")
-    assert (val.name, len(val.records), val.images.name) == ("val", 5, "val2017")
+    train, val = open_sources(BuildConfig(source=photos, out="o"))
+    assert (train.split, len(list(train.source.records())), Path(train.source.images).name) == (
+        "train",
+        24,
+        "train2017",
+    )
+    assert (val.split, len(list(val.source.records())), Path(val.source.images).name) == ("val", 5, "val2017")
 
 
 def test_the_held_out_split_can_be_left_out(photos):
-    assert len(read_splits(BuildConfig(source=photos, out="o", held_out="none"))) == 1
+    assert len(open_sources(BuildConfig(source=photos, out="o", held_out="none"))) == 1
 
 
 def test_images_may_be_a_zip_beside_the_annotations(tmp_path, photos, zipped):
@@ -123,4 +129,4 @@ def test_several_caption_files_are_not_chosen_from(tmp_path):
 def test_wrong_paths_are_named(tmp_path, monkeypatch, source, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        read_splits(BuildConfig(source=source, out="o"))
+        open_sources(BuildConfig(source=source, out="o"))

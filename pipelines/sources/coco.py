@@ -1,15 +1,15 @@
-"""COCO Captions to records. The one place that knows COCO's format and folder layout."""
+"""COCO Captions to records: the official caption files and their folder layout."""
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import BuildConfig, HeldOutConfig, SourceConfig
+from pipelines.config import HeldOutConfig, SourceConfig
+from pipelines.records import Record
 from shards.errors import ConfigError
 
 _KEPT_FIELDS = ("license", "coco_url", "flickr_url", "date_captured")  # what attribution needs
@@ -18,62 +18,43 @@ _SHAPE = (
 )
 
 
-@dataclass(frozen=True)
-class Record:
-    """One image of the annotation file with its captions as they stand there, which may be of any type."""
+class CocoSource:
+    """The images of one caption file. Reads the file at once: JSON has no lines."""
 
-    image_id: int
-    file_name: Any
-    captions: tuple[Any, ...]
-    about: Mapping[str, Any] = field(default_factory=dict)
+    kind = "coco"
 
+    def __init__(self, config: SourceConfig) -> None:
+        self._annotations, images = locate(config)
+        if not images.exists():
+            name = _section(config)
+            raise ConfigError(
+                f"{images}: there is no such folder or zip of images; check {name}.images or {name}.root", path=images
+            )
+        self.images = str(images.resolve())
+        self.location = str(self._annotations.resolve())
+        self._records, counts = read_records(self._annotations.resolve(), _changed_ns(self._annotations))
+        self.counts = Counter(counts)
 
-@dataclass(frozen=True)
-class Split:
-    """Records of one split, and where their pictures are. ``counts`` says what in the file was left aside."""
-
-    name: str
-    annotations: Path
-    images: Path
-    records: tuple[Record, ...]
-    counts: Mapping[str, int]
-
-
-def read_splits(config: BuildConfig) -> tuple[Split, ...]:
-    """The split to train on, then the held-out one, if there is one.
-
-    Raises:
-        ConfigError: a path or a file is not what a source consists of; nothing has been written.
-    """
-    sources = [config.source]
-    if isinstance(config.held_out, HeldOutConfig):
-        sources.append(config.held_out)
-    elif config.held_out == "auto" and (held_out := _held_out_beside(config.source)):
-        sources.append(held_out)
-    return tuple(_read_split(source) for source in sources)
+    def records(self) -> Iterator[Record]:
+        """In the order of the file."""
+        return iter(self._records)
 
 
-def _held_out_beside(source: SourceConfig) -> HeldOutConfig | None:
-    if source.root is None or source.annotations or source.split == "val" or not _captions_below(source.root, "val"):
+def _changed_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def held_out_beside(source: SourceConfig) -> HeldOutConfig | None:
+    """The official held-out captions below the same root, where there are some."""
+    if source.root is None or source.annotations or source.split == "val":
         return None
-    return HeldOutConfig(root=source.root)
-
-
-def _read_split(source: SourceConfig) -> Split:
-    annotations, images = locate(source)
-    if not images.exists():
-        name = _section(source)
-        raise ConfigError(
-            f"{images}: there is no such folder or zip of images; check {name}.images or {name}.root", path=images
-        )
-    records, counts = read_records(annotations.resolve(), annotations.stat().st_mtime_ns if annotations.exists() else 0)
-    return Split(source.split, annotations, images, records, counts)
+    return HeldOutConfig(root=source.root) if _captions_below(Path(source.root), "val") else None
 
 
 def locate(source: SourceConfig) -> tuple[Path, Path]:
     """Paths of the caption file and of the images; those not given are looked for below ``root``."""
-    annotations = source.annotations or _find_annotations(source)
-    return annotations, source.images or _find_images(source, annotations)
+    annotations = Path(source.annotations) if source.annotations else _find_annotations(source)
+    return annotations, Path(source.images) if source.images else _find_images(source, annotations)
 
 
 def _captions_below(root: Path, part: str) -> list[Path]:
@@ -83,15 +64,16 @@ def _captions_below(root: Path, part: str) -> list[Path]:
 
 def _find_annotations(source: SourceConfig) -> Path:
     assert source.root is not None
-    if not source.root.is_dir():
-        kind = "is a file" if source.root.exists() else "does not exist"
+    root = Path(source.root)
+    if not root.is_dir():
+        kind = "is a file" if root.exists() else "does not exist"
         raise ConfigError(
-            f"{source.root}: {kind}, expected a folder in the official COCO layout "
+            f"{root}: {kind}, expected a folder in the official COCO layout "
             f"(annotations/captions_train2017.json, train2017/); {_ways(source)}",
             path=source.root,
         )
     part = "val" if source.split == "val" else "train"
-    found = _captions_below(source.root, part) or (_captions_below(source.root, "") if part == "train" else [])
+    found = _captions_below(root, part) or (_captions_below(root, "") if part == "train" else [])
     if len(found) == 1 and not (part == "train" and found[0].name.startswith("captions_val")):
         return found[0]
     seen = f"found {', '.join(p.name for p in found)}" if found else "found none"
@@ -108,15 +90,13 @@ def _find_images(source: SourceConfig, annotations: Path) -> Path:
         raise ConfigError(
             f"{annotations}: {_section(source)}.images is missing; give the folder or zip of its pictures"
         )
-    name = annotations.stem.removeprefix("captions_")
-    places = [source.root / name, source.root / f"{name}.zip", source.root / "images" / name, source.root / "images"]
+    root, name = Path(source.root), annotations.stem.removeprefix("captions_")
+    places = [root / name, root / f"{name}.zip", root / "images" / name, root / "images"]
     for place in places:
         if place.exists():
             return place
-    tried = ", ".join(str(p.relative_to(source.root)) for p in places)
-    raise ConfigError(
-        f"{source.root}: no images found, tried {tried}; give {_section(source)}.images", path=source.root
-    )
+    tried = ", ".join(str(p.relative_to(root)) for p in places)
+    raise ConfigError(f"{root}: no images found, tried {tried}; give {_section(source)}.images", path=source.root)
 
 
 def _section(source: SourceConfig) -> str:

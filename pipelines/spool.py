@@ -1,0 +1,197 @@
+"""All records of a build: their text in a file, a row of fixed width each in memory (some 130 bytes).
+
+A record's text is its line in a shard's order but for what is decided later; JSON with sorted keys, so that what comes
+later is appended (see ``Spool.row``).
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.captions import CleanCaptions
+from pipelines.filters import Reason, Rejection
+from pipelines.images import Stamp
+from pipelines.records import ImageId, Record, id_bytes
+from shards.sample import canonical_json
+
+# What is found out about a file by reading it; remembered between builds.
+FACTS = np.dtype([("sha256", "S32")])
+ROW = np.dtype(
+    [
+        ("offset", "<u8"),  # of the text
+        ("place_bytes", "<u4"),
+        ("text_bytes", "<u4"),
+        ("id", "S16"),  # id_bytes
+        ("order", "S16"),  # hash by which records are put in order before they are cut into shards
+        ("stamp", "S16"),  # hash of place and stamp
+        ("source", "<u2"),  # number of the source in the build
+        ("split", "<u2"),  # number of the split in the build
+        ("hashed", "?"),  # whether ``facts`` are known
+        ("facts", FACTS),
+        ("verdict", "<u4"),  # number of the rejection, 0 for none
+        ("owner", "<i8"),  # row that the rejection speaks of, -1 for none
+    ]
+)
+Rows = NDArray[Any]  # of dtype ROW
+Numbers = NDArray[np.int64]
+
+
+class Spool:
+    """Rows in the order in which they were added. ``table`` may be changed; the texts may not."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=1 << 20)  # noqa: SIM115 - closed by close()
+        self._seed = seed
+        self._size = 0
+        self._table: Rows = np.zeros(1024, ROW)
+        self._count = 0
+        self.rejections: list[Rejection | None] = [None]
+        self._numbers: dict[Rejection, int] = {}
+
+    @property
+    def table(self) -> Rows:
+        """One row a record, of dtype ``ROW``."""
+        return self._table[: self._count]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def close(self) -> None:
+        """Give the file's space back."""
+        self._file.close()
+
+    def add(
+        self,
+        record: Record,
+        cleaned: CleanCaptions,
+        found: Stamp | Rejection,
+        *,
+        source: int = 0,
+        split: int = 0,
+    ) -> None:
+        """Append a record whose file was found, or why it was not."""
+        text = _text(record, cleaned)
+        place = (record.place if record.place is not None else _plain(record.file_name)).encode(
+            "utf-8", "surrogatepass"
+        )
+        rejection = found if isinstance(found, Rejection) else _no_caption(record, cleaned)
+        if self._count == len(self._table):
+            self._table = np.concatenate([self._table, np.zeros(len(self._table) // 2, ROW)])
+        self._table[self._count] = (
+            self._size,
+            len(place),
+            len(text),
+            id_bytes(record.image_id),
+            hashlib.sha256(f"{self._seed}:{record.image_id}".encode("utf-8", "surrogatepass")).digest()[:16],
+            b""
+            if isinstance(found, Rejection)
+            else hashlib.blake2b(b"%b\0%a" % (place, found), digest_size=16).digest(),
+            source,
+            split,
+            False,
+            (b"",),
+            self.number(rejection),
+            -1,
+        )
+        self._count += 1
+        self._file.write(place)
+        self._file.write(text)
+        self._size += len(place) + len(text)
+
+    def number(self, rejection: Rejection | None) -> int:
+        """The number by which ``verdict`` names a rejection."""
+        if rejection is None:
+            return 0
+        number = self._numbers.setdefault(rejection, len(self.rejections))
+        if number == len(self.rejections):
+            self.rejections.append(rejection)
+        return number
+
+    def reject(self, rows: Numbers, reason: Reason, detail: str, owners: Numbers | int = -1) -> None:
+        """Reject rows; ``{owner}`` in the detail becomes the id of the row that ``owners`` names."""
+        self.table["verdict"][rows] = self.number(Rejection(reason, detail))
+        self.table["owner"][rows] = owners
+
+    def keep(self, mask: NDArray[np.bool_]) -> None:
+        """Drop the rows that the mask does not have."""
+        assert not (self.table["owner"] >= 0).any(), "owners are numbers of rows"
+        self._table = self.table[mask]
+        self._count = len(self._table)
+
+    def place(self, number: int) -> str:
+        """Where ``Images`` finds the record's bytes."""
+        row = self._table[number]
+        return self._read(row["offset"], row["place_bytes"]).decode("utf-8", "surrogatepass")
+
+    def rows(self, numbers: Numbers, sources: Sequence[int]) -> Iterator[bytes]:
+        """The records as they stand in a shard's order: canonical JSON. ``sources``: those of the split, in order."""
+        table = self._table[numbers]
+        sha256 = table["facts"]["sha256"].tobytes().hex()
+        for i, row in enumerate(table):
+            text = self._read(row["offset"] + row["place_bytes"], row["text_bytes"])
+            digest = f'"{sha256[64 * i : 64 * i + 64]}"' if row["hashed"] else "null"
+            source = sources.index(row["source"])
+            later = f',"sha256":{digest}' + (f',"source":{source}' if source else "")
+            yield b'%b%b,"verdict":%b}' % (text, later.encode(), self._verdict(row))
+
+    def _verdict(self, row: Any) -> bytes:
+        rejection = self.rejections[row["verdict"]]
+        if rejection is None:
+            return b"null"
+        detail = rejection.detail
+        if row["owner"] >= 0:
+            detail = detail.format(owner=self.image_id(int(row["owner"])))
+        return canonical_json({"detail": detail, "reason": rejection.reason})
+
+    def image_id(self, number: int) -> ImageId:
+        """The id of a record."""
+        found: ImageId = self.record(number)["image_id"]
+        return found
+
+    def record(self, number: int) -> Mapping[str, Any]:
+        """A record as it stands in a shard's order, without what is decided later."""
+        row = self._table[number]
+        text = self._read(row["offset"] + row["place_bytes"], row["text_bytes"])
+        record: dict[str, Any] = json.loads(text + b"}")
+        return record
+
+    def _read(self, offset: int, length: int) -> bytes:
+        return os.pread(self._file.fileno(), int(length), int(offset))
+
+    def flush(self) -> None:
+        """Call it after the last ``add``, before anything is read."""
+        self._file.flush()
+
+
+def _text(record: Record, cleaned: CleanCaptions) -> bytes:
+    """The record in canonical JSON without its last brace; ``sha256``, ``source`` and ``verdict`` sort behind it."""
+    raw = [str(c) if isinstance(c, str) else None for c in record.captions]
+    row = {
+        "image_id": record.image_id,
+        "file_name": _plain(record.file_name),
+        "captions": cleaned.captions,
+        "captions_raw": None if raw == list(cleaned.captions) else raw,
+        "caption_counts": cleaned.counts,
+        "about": record.about,
+    }
+    if record.place is not None and record.place != row["file_name"]:
+        row["place"] = record.place
+    return canonical_json(row)[:-1]
+
+
+def _plain(file_name: Any) -> str:
+    return file_name if isinstance(file_name, str) else ascii(file_name)
+
+
+def _no_caption(record: Record, cleaned: CleanCaptions) -> Rejection | None:
+    if cleaned.captions:
+        return None
+    why = ", ".join(f"{count} {name}" for name, count in sorted(cleaned.counts.items())) or "there are none"
+    return Rejection(Reason.NO_CAPTION, f"no caption is left of {len(record.captions)}: {why}")
