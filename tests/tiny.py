@@ -1,5 +1,10 @@
-"""A captioner of the family contract that steps in milliseconds and needs no transformers. Dropout is on."""
+"""A captioner of the family contract that steps in milliseconds and needs no transformers. Dropout is on.
 
+With a folder of a small XComposer in XCTRAIN_TEST_XCOMPOSER that model takes its place, so that every test of resume
+can be run on it.
+"""
+
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +17,7 @@ from shards.settings import load_settings
 from xctrain.collate import Batch, Row
 from xctrain.config import Config
 from xctrain.loss import IGNORED, summed_cross_entropy
+from xctrain.models import Family
 from xctrain.models.lengths import RowLengths
 from xctrain.ranks import Ranks
 from xctrain.start import Plan
@@ -90,10 +96,19 @@ class TinyFamily:
         pass
 
 
-def open_tiny(config: Config, ranks: Ranks, plan: Plan) -> tuple[TinyFamily, str]:
+def open_tiny(config: Config, ranks: Ranks, plan: Plan) -> tuple[Family, str]:
     """In the place of ``xctrain.start.open_model``."""
     torch.manual_seed(config.train.seed)
-    return TinyFamily(TinyModel(dropout=0.0 if config.model.prompt == "no dropout" else 0.2)), "tiny"
+    dropout = 0.0 if config.model.prompt == "no dropout" else 0.2
+    if base := os.environ.get("XCTRAIN_TEST_XCOMPOSER"):
+        from xctrain.models.xcomposer import XComposerFamily
+
+        family = XComposerFamily.open(config.model, base)
+        for part in family.module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = dropout
+        return family, "tiny"
+    return TinyFamily(TinyModel(dropout)), "tiny"
 
 
 if __name__ == "__main__":

@@ -21,26 +21,26 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _HUB_TIMEOUT_S = 10
 
 
-def base_model(config: Config) -> Path | str:
-    """Folder or hub name of the model that training begins from."""
+def base_model(config: Config, *, weights: bool = True) -> Path | str:
+    """Folder or hub name of the model that training begins from; without ``weights``, its small files will do."""
     if config.model.path is None:
         return config.run.dir / "base-model"
     if config.model.source != "folder":
         from xctrain.models.source import fetch
 
-        return fetch(config.model, download=False)
+        return fetch(config.model, download=False, weights=weights)
     return config.model.path
 
 
-def ensure_base_model(config: Config, reader: SplitReader) -> None:
+def ensure_base_model(config: Config, reader: SplitReader, *, weights: bool = True) -> None:
     """Build the tiny model unless it is there, download what the config names a hub for; on one process.
 
-    Any other one must be there already.
+    Any other one must be there already. Without ``weights`` only a hub model's small files are downloaded.
     """
     if config.model.source != "folder":
         from xctrain.models.source import fetch
 
-        fetch(config.model, download=True)
+        fetch(config.model, download=True, weights=weights)
         return
     base = Path(base_model(config))
     if config.model.family == "tiny":
@@ -116,8 +116,9 @@ def open_family(config: Config, *, empty: bool = False) -> "Family":
     """The base model in its family, with adapters beside it if the config wants them; ``empty``: without its weights."""
     from xctrain import models
 
-    with _damage_named(base_model(config)):
-        return models.open_family(config.model, base_model(config), config.adapter, config.train.seed, empty=empty)
+    base = base_model(config, weights=not empty)
+    with _damage_named(base):
+        return models.open_family(config.model, base, config.adapter, config.train.seed, empty=empty)
 
 
 def _captions(reader: SplitReader) -> Iterator[str]:
@@ -127,9 +128,9 @@ def _captions(reader: SplitReader) -> Iterator[str]:
 
 def model_id(config: Config) -> str:
     """Names the base model independently of where it lies: a hash of its small files, and of samples of its large ones."""
-    base = Path(base_model(config))
-    if config.model.source != "folder" or not base.is_dir():
-        return f"{config.model.path}@{config.model.revision or 'main'}"
+    named = f"{config.model.path}@{config.model.revision or 'main'}"
+    if config.model.source != "folder" or not (base := Path(base_model(config))).is_dir():
+        return named
     digest = hashlib.sha256()
     for path in sorted({p for pattern in _IDENTITY for p in base.glob(pattern)}):
         size = path.stat().st_size

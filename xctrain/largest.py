@@ -25,11 +25,17 @@ _BYTES_A_TOKEN = 4  # of text, roughly
 
 @dataclass(frozen=True)
 class Length:
-    """A sample and the tokens of its longest row."""
+    """A sample, the tokens of its longest row, and the rows that a slot makes of it."""
 
     index: int
     key: str
     tokens: int
+    rows: int = 1
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Sorts the largest first: rows are padded to the longest one, so both numbers count."""
+        return -self.tokens * self.rows, self.key
 
 
 def rows_of(samples: Sequence[Length], reader: SplitReader, config: Config) -> list["Row"]:
@@ -47,41 +53,42 @@ def rows_of(samples: Sequence[Length], reader: SplitReader, config: Config) -> l
     return [replace(row, captions=(max(row.captions, key=lambda text: len(text.encode())),)) for row in found]
 
 
-def all_lengths(reader: SplitReader, lengths: "RowLengths") -> Iterator[Length]:
+def all_lengths(reader: SplitReader, lengths: "RowLengths", config: Config) -> Iterator[Length]:
     """The tokens of every sample, in order; reads all captions."""
-    for index, meta in enumerate(reader.metas()):
-        captions = reader.read_json(index)["captions"]
-        yield Length(index, meta.key, lengths.longest(meta.width, meta.height, captions))
+    return (_length(reader, lengths, config, index) for index in range(len(reader)))
+
+
+def _length(reader: SplitReader, lengths: "RowLengths", config: Config, index: int) -> Length:
+    meta, captions = reader.meta(index), reader.read_json(index)["captions"]
+    rows = len(captions) if config.data.captions == "all" else 1
+    return Length(index, meta.key, lengths.longest(meta.width, meta.height, captions), rows)
 
 
 def largest(found: Iterator[Length], count: int) -> list[Length]:
-    """The longest ones, longest first; of equal ones those with the smallest keys."""
-    return heapq.nsmallest(count, found, key=lambda length: (-length.tokens, length.key))
+    """The largest ones, largest first; of equal ones those with the smallest keys."""
+    return heapq.nsmallest(count, found, key=lambda length: length.rank)
 
 
-def find_largest(reader: SplitReader, lengths: "RowLengths", count: int) -> list[Length]:
-    """Nearly the largest samples: those with the most tokens among the likely ones.
+def find_largest(reader: SplitReader, lengths: "RowLengths", config: Config) -> list[Length]:
+    """Nearly the largest samples, as many as a micro-batch has: those with the most tokens among the likely ones.
 
     Pictures decide most of a sample's tokens, and their sizes are in the list of samples. Captions are counted only
     where pictures and the size of the text make a sample likely to be among the largest, so that a million samples
     take seconds.
     """
 
-    def rank(entry: tuple[int, str, int]) -> tuple[int, str]:
-        return -entry[2], entry[1]
+    every, count = config.data.captions == "all", config.train.micro_batch
+
+    def guess(prompt: int, text_bytes: int) -> int:
+        # How many captions there are stands in the sample alone; the bytes of all of them grow with their number.
+        return prompt * text_bytes if every else prompt + text_bytes // _BYTES_A_TOKEN
 
     guesses = (
-        (i, meta.key, lengths.of_prompt(meta.width, meta.height) + meta.parts[-1].num_bytes // _BYTES_A_TOKEN)
+        (-guess(lengths.of_prompt(meta.width, meta.height), meta.parts[-1].num_bytes), meta.key, i)
         for i, meta in enumerate(reader.metas())
     )
-    likely = heapq.nsmallest(max(count, _CANDIDATES), guesses, key=rank)
-
-    def counted() -> Iterator[Length]:
-        for index, key, _ in likely:
-            meta, captions = reader.meta(index), reader.read_json(index)["captions"]
-            yield Length(index, key, lengths.longest(meta.width, meta.height, captions))
-
-    return largest(counted(), count)
+    likely = heapq.nsmallest(max(count, _CANDIDATES), guesses)
+    return largest((_length(reader, lengths, config, index) for _, _, index in likely), count)
 
 
 def checked_largest(config: Config, reader: SplitReader, family: "Family", model_id: str) -> list[Length]:
@@ -93,8 +100,7 @@ def checked_largest(config: Config, reader: SplitReader, family: "Family", model
         ConfigError: a sample does not fit.
     """
     path = config.run.dir / CACHE
-    count = config.train.micro_batch
-    about = [reader.manifest.manifest_id, config.data.split, model_id, count]
+    about = [reader.manifest.manifest_id, config.data.split, config.data.captions, model_id, config.train.micro_batch]
     about.append(config.model.model_dump(mode="json", exclude={"path", "freeze", "dtype"}))
     fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     try:
@@ -108,6 +114,6 @@ def checked_largest(config: Config, reader: SplitReader, family: "Family", model
             (meta.key, meta.width, meta.height, reader.read_json(i)["captions"])
             for i, meta in enumerate(reader.metas())
         )
-    found = find_largest(reader, family.row_lengths(), count)
+    found = find_largest(reader, family.row_lengths(), config)
     write_file(path, json.dumps({"of": fingerprint, "samples": [astuple(length) for length in found]}).encode())
     return found

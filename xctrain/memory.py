@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +34,10 @@ KINDS = (WEIGHTS, ADAPTER, GRADIENTS, OPTIMIZER, BATCH, ACTIVATIONS, LOGITS, UPD
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+
+
+class NeedsNumbersError(Exception):
+    """The model's code asks for numbers that depend on weights, which a model without memory for them has not."""
 
 
 class Tally(TorchDispatchMode):
@@ -184,7 +194,20 @@ def foretell(
     """What a training step of a model without memory for its weights would hold, counted.
 
     ``keeps_gradients``: they are there during the forward, as with several micro-batches or GPUs.
+
+    Raises:
+        NeedsNumbersError: it cannot be known without the numbers.
     """
+    try:
+        return _foretell(module, batch, optim, precision, keeps_gradients)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        where = f" ({error.func})" if hasattr(error, "func") else ""
+        raise NeedsNumbersError(
+            f"the code of {type(module).__name__} asks for numbers that depend on weights{where}"
+        ) from error
+
+
+def _foretell(module: nn.Module, batch: "Batch", optim: "OptimConfig", precision: str, keeps_gradients: bool) -> Tally:
     from xctrain.optim import make_optimizer
 
     tally = EmptyTally(FakeTensorMode(allow_non_fake_inputs=True))

@@ -38,12 +38,13 @@ class Plan:
     workers: int  # loader workers per GPU
     mode: str  # full, lora or qlora
     mean_tokens: float
-    largest: Length
+    longest: Length  # the sample with the longest row
+    largest: Length  # the one that takes the most memory; another one at most where a slot trains on all captions
     too_long: int  # samples that would lose their target
     histogram: list[tuple[int, int, int]]  # tokens from, to, samples
-    memory_gb: dict[str, float]  # per GPU when most is held, by kind
+    memory_gb: dict[str, float]  # per GPU when most is held, by kind; empty where it cannot be foretold
     most_gb: dict[str, float]  # per GPU, the most that each kind ever takes
-    total_gb: float
+    total_gb: float | None
     refused: list[str]
     notes: list[str]
 
@@ -56,7 +57,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
     """Everything that can be known; what the run would refuse is among it.
 
     Raises:
-        ConfigError: no dataset, no such split or no such model, or a model that memory cannot be foretold for.
+        ConfigError: no dataset, no such split, no such model, or a checkpoint that is not the model's.
     """
     reader = SplitReader(config.data.shards, config.data.split)
     segments = resume.next_segments(config, TrainState(), len(reader), reader.manifest.manifest_id)
@@ -67,11 +68,11 @@ def make_plan(config: Config, gpus: int) -> Plan:
         micro_batches = accumulation(config.train.global_batch, max(1, gpus), config.train.micro_batch)
     except ConfigError as error:
         refused.append(str(error))
-    basemodel.ensure_base_model(config, reader)
+    basemodel.ensure_base_model(config, reader, weights=False)
     # Its collator would refuse what this plan is about to report.
     unlimited = config.model_copy(update={"model": config.model.model_copy(update={"max_length": None})})
     family = basemodel.open_family(unlimited, empty=True)
-    lengths = list(largest.all_lengths(reader, family.row_lengths()))
+    lengths = list(largest.all_lengths(reader, family.row_lengths(), config))
     limit = config.model.max_length
     too_long = [length for length in lengths if limit and length.tokens > limit]
     if too_long:
@@ -79,7 +80,15 @@ def make_plan(config: Config, gpus: int) -> Plan:
             f"model.max_length is {limit}: {len(too_long)} of {len(lengths)} samples would lose their target, "
             f"{too_long[0].key} needs {too_long[0].tokens} tokens; set it to {max(x.tokens for x in too_long)} or more"
         )
-    tally = count_memory(config, family, reader, lengths, keeps_gradients=gpus > 1 or micro_batches != 1)
+    try:
+        tally = count_memory(config, family, reader, lengths, keeps_gradients=gpus > 1 or micro_batches != 1)
+        note = (
+            "memory is that of tensors in a step on the largest samples; leave 1 to 2 GB for the GPU's libraries and its "
+            "allocator, and more where evaluation captions many images at once (eval.micro_batch)"
+        )
+    except memory.NeedsNumbersError as error:
+        tally = None
+        note = f"memory cannot be foretold: {error}; the dry step at the start of the run fills it in the first minute"
     return Plan(
         split=config.data.split,
         samples=len(reader),
@@ -92,17 +101,15 @@ def make_plan(config: Config, gpus: int) -> Plan:
         workers=num_workers(config.data.workers, max(1, gpus)),
         mode={"none": "full"}.get(config.adapter.kind, config.adapter.kind),
         mean_tokens=sum(length.tokens for length in lengths) / len(lengths),
+        longest=min(lengths, key=lambda length: (-length.tokens, length.key)),
         largest=largest.largest(iter(lengths), 1)[0],
         too_long=len(too_long),
         histogram=histogram([length.tokens for length in lengths]),
-        memory_gb={kind: tally.peak.get(kind, 0) / 1e9 for kind in KINDS},
-        most_gb={kind: tally.most[kind] / 1e9 for kind in KINDS},
-        total_gb=sum(tally.peak.values()) / 1e9,
+        memory_gb={kind: tally.peak.get(kind, 0) / 1e9 for kind in KINDS} if tally else {},
+        most_gb={kind: tally.most[kind] / 1e9 for kind in KINDS} if tally else {},
+        total_gb=sum(tally.peak.values()) / 1e9 if tally else None,
         refused=refused,
-        notes=[
-            "memory is that of tensors in a step on the largest samples; leave 1 to 2 GB for the GPU's libraries and "
-            "its allocator, and more where evaluation captions many images at once (eval.micro_batch)",
-        ],
+        notes=[note],
     )
 
 
@@ -112,7 +119,7 @@ def count_memory(
     """The bytes of a step on the largest samples, without memory for weights.
 
     Raises:
-        ConfigError: the model's code asks for numbers that depend on weights.
+        NeedsNumbersError: the model's code asks for numbers that depend on weights.
     """
     limit = config.model.max_length
     fitting = [length for length in lengths if not limit or length.tokens <= limit] or list(lengths)
@@ -143,14 +150,19 @@ def as_text(plan: Plan) -> str:
         f"{where}: {plan.micro_batches or 'no whole number of'} micro-batches a step, {plan.workers} loader workers "
         f"each; possible: {', '.join(map(str, plan.possible_gpus)) or 'none'}",
         "",
-        f"tokens per sample: mean {plan.mean_tokens:.1f}, most {plan.largest.tokens} ({plan.largest.key})",
+        f"tokens per sample: mean {plan.mean_tokens:.1f}, most {plan.longest.tokens} ({plan.longest.key})",
     ]
     for start, stop, count in plan.histogram:
         lines.append(f"{start:>7} - {stop:<7} {count:>9}  {'#' * -(-_BAR_WIDTH * count // most)}".rstrip())
-    lines += ["", f"memory of {plan.mode} training in GB per GPU   at the peak   at most"]
-    for kind in (kind for kind in KINDS if plan.most_gb[kind]):
-        lines.append(f"{kind:>38} {plan.memory_gb[kind]:>13.3f} {plan.most_gb[kind]:>9.3f}")
-    lines += [f"{'sum':>38} {plan.total_gb:>13.3f}", ""]
+    if plan.largest.rows > 1:
+        big = plan.largest
+        lines.append(f"largest sample: {big.key}, {big.rows} captions a slot, rows of up to {big.tokens} tokens")
+    lines.append("")
+    if plan.total_gb is not None:
+        lines.append(f"memory of {plan.mode} training in GB per GPU   at the peak   at most")
+        for kind in (kind for kind in KINDS if plan.most_gb[kind]):
+            lines.append(f"{kind:>38} {plan.memory_gb[kind]:>13.3f} {plan.most_gb[kind]:>9.3f}")
+        lines += [f"{'sum':>38} {plan.total_gb:>13.3f}", ""]
     return "\n".join(
         [*lines, *(f"refused: {text}" for text in plan.refused), *(f"note: {text}" for text in plan.notes)]
     )

@@ -1,6 +1,7 @@
 """SIGKILL of real processes that train a small XComposer: a run goes on as if nothing had happened."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,22 @@ def test_killed_run_of_xcomposer_is_bit_identical(
     assert runs.key_files(killed) == runs.key_files(straight)
     assert runs.weights(killed, NUM_STEPS) == runs.weights(straight, NUM_STEPS)
     assert [line["previous_end"] for line in runs.events(killed, "start")] == [None, "killed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_test_of_resume_passes_on_xcomposer(base: Path) -> None:
+    files = ["tests/system/test_kill_and_resume.py", "tests/xctrain/test_resume.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--timeout", "1200", *files],
+        cwd=runs.TESTS.parent,
+        env={**os.environ, "XCTRAIN_TEST_XCOMPOSER": str(base)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout
 
 
 def test_two_processes_save_the_adapter_that_one_saves(drawn_shards: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def measured(config: Config) -> Tally:
     plan = make_start_plan(config, 1)
     family, model_id = open_model(config, ranks, plan)
     run = start(config, ranks, plan, family, model_id, stop_asked=never, show=lambda *_: None)
-    largest = find_largest(plan.reader, family.row_lengths(), config.train.micro_batch)
+    largest = find_largest(plan.reader, family.row_lengths(), config)
     batch = family.collator(rows_of(largest, plan.reader, config))
     micro_batches = [batch] * (config.train.global_batch // config.train.micro_batch)
     consumed = Consumed(num_targets=batch.num_targets * len(micro_batches), digest=0, samples=0, masked=())
@@ -182,7 +182,7 @@ def test_parameters_without_gradient_take_no_state(drawn_shards: Path, tmp_path:
     family = basemodel.open_family(config, empty=True)
     family.module.register_parameter("unused", nn.Parameter(torch.empty(1_000_000, device="meta")))
     reader = SplitReader(drawn_shards, "train")
-    batch = family.collator(rows_of(find_largest(reader, family.row_lengths(), 2), reader, config))
+    batch = family.collator(rows_of(find_largest(reader, family.row_lengths(), config), reader, config))
 
     tally = foretell(family.module, batch, config.optim, precision="fp32", keeps_gradients=False)
 

@@ -2,25 +2,31 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
 import torch
+from conftest import drawn_sample
 from small import config_of, train_here
 from tiny import TinyFamily, TinyModel
 from torch import Tensor
 from xcomposers import build_xcomposer
 
+from shards.manifest import Manifest
 from shards.reader import SplitReader
+from shards.settings import load_settings
+from shards.writer import ShardWriter
 from xctrain import basemodel
 from xctrain.__main__ import main
 from xctrain.collate import Batch, Row
 from xctrain.config import Config
-from xctrain.errors import TrainError
+from xctrain.errors import ConfigError, TrainError
 from xctrain.largest import CACHE, all_lengths, find_largest, largest
-from xctrain.plan import histogram, make_plan
+from xctrain.memory import NeedsNumbersError
+from xctrain.plan import as_text, count_memory, histogram, make_plan
 from xctrain.ranks import Ranks
 from xctrain.start import Plan
 
@@ -102,11 +108,13 @@ def test_tokens_are_those_of_the_rows(drawn_shards: Path, tmp_path: Path, base: 
     reader = SplitReader(drawn_shards, "train")
     family = basemodel.open_family(config, empty=True)
 
-    for length in list(all_lengths(reader, family.row_lengths()))[::25]:
+    for length in list(all_lengths(reader, family.row_lengths(), config))[::25]:
         sample = reader.read(length.index)
         rows = [Row(0, 0, sample.key, sample.open_image(), (caption,)) for caption in sample.captions]
         assert length.tokens == family.collator(rows).labels.shape[1]
-    assert largest(all_lengths(reader, family.row_lengths()), 3) == find_largest(reader, family.row_lengths(), 3)
+    assert largest(all_lengths(reader, family.row_lengths(), config), 4) == find_largest(
+        reader, family.row_lengths(), config
+    )
 
 
 def test_histogram_covers_every_sample_once() -> None:
@@ -119,21 +127,80 @@ def test_histogram_covers_every_sample_once() -> None:
     assert bars[-1][1] >= 999
 
 
-@pytest.mark.slow
-def test_the_7b_model_is_planned_without_its_weights(drawn_shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights_gb", "trained", "total_gb"),
+    [("qlora", 7.0, 150_994_944, 24 - 2), ("lora", 17.36, 150_994_944, 80 - 2), ("full", 34.72, 1_455_493_120, 80 - 2)],
+)
+def test_shipped_configs_are_planned_for_the_7b_model_and_fit_their_gpus(
+    drawn_shards: Path, tmp_path: Path, name: str, weights_gb: float, trained: int, total_gb: float
+) -> None:
     folder = build_xcomposer(tmp_path / "base")
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
+    (folder / "model.safetensors").unlink()
     published = {**json.loads((folder / "config.json").read_text()), **SEVEN_B}
     (folder / "config.json").write_text(json.dumps(published))
-    changes = {"model__dtype": "bfloat16", "adapter__kind": "qlora", "model__gradient_checkpointing": True}
-    config = config_of(drawn_shards, tmp_path, model__family="xcomposer", model__path=folder, **changes)
+    config = load_settings(
+        Config,
+        runs.TESTS.parent / "configs" / f"xcomposer-{name}.yaml",
+        [f"model.path={folder}", f"data.shards={drawn_shards}", f"run.dir={tmp_path / 'run'}"],
+    )
 
-    plan = make_plan(config, 1)
+    plan = make_plan(config, 8)
 
-    assert plan.memory_gb["weights"] == pytest.approx(7.0, rel=0.02)
-    assert plan.memory_gb["adapter"] == pytest.approx(150_994_944 * 4 / 1e9)
-    assert 8 < plan.total_gb < 24
+    assert plan.memory_gb["weights"] == pytest.approx(weights_gb, rel=0.01)
+    assert plan.memory_gb["gradients"] == pytest.approx(trained * 4 / 1e9, rel=0.001)
+    assert plan.memory_gb["optimizer"] == pytest.approx(trained * 8 / 1e9, rel=0.001)
+    assert weights_gb < plan.total_gb < total_gb
+    assert plan.refused == []
+
+
+def test_checkpoint_that_would_not_load_is_refused_before_anything_is_loaded(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = build_xcomposer(tmp_path / "base")
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "intermediate_size": 128}))
+
+    with pytest.raises(ConfigError, match=r"w1.Plora_B.weight is \(96, 4\), config.json makes it \(128, 4\)"):
+        main(["plan", os.devnull, *settings(folder, drawn_shards, tmp_path)])
+
+
+def test_where_a_slot_trains_on_all_captions_the_sample_with_most_in_all_is_the_largest(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ShardWriter(tmp_path, "train-000000", "train") as writer:
+        for number, captions in enumerate([["a red disc"], ["a box " * 9], ["a disc", "a box", "a red box"]]):
+            drawn = drawn_sample(number)
+            writer.write(replace(drawn, meta={**drawn.meta, "captions": captions}))
+    Manifest((writer.entry,)).save(tmp_path)
+    reader = SplitReader(tmp_path, "train")
+    for captions, longest, largest_key in (("random", 1, 1), ("all", 1, 2)):
+        config = config_of(
+            tmp_path, tmp_path / "run", model__family="xcomposer", model__path=base, data__captions=captions
+        )
+        plan = make_plan(config, 0)
+        assert (int(plan.longest.key), int(plan.largest.key)) == (longest, largest_key)
+        lengths = basemodel.open_family(config, empty=True).row_lengths()
+        assert find_largest(reader, lengths, config)[0] == plan.largest
+    assert "largest sample: 000000000002, 3 captions a slot, rows of up to" in as_text(plan)
+
+
+class Picky(TinyModel):
+    """Its shapes depend on what its weights make of a picture."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss, of those only that it likes."""
+        return super().forward(batch) * len(self.picture(batch.inputs["pixels"]).sum(1).nonzero())
+
+
+def test_memory_that_depends_on_weights_cannot_be_foretold(drawn_shards: Path, tmp_path: Path) -> None:
+    config = config_of(drawn_shards, tmp_path)
+    reader = SplitReader(drawn_shards, "train")
+    with torch.device("meta"):
+        family = TinyFamily(Picky(0.1))
+    lengths = list(all_lengths(reader, family.row_lengths(), config))
+
+    with pytest.raises(NeedsNumbersError, match=r"the code of Picky asks for numbers .* \(aten.nonzero.default\)"):
+        count_memory(config, family, reader, lengths, keeps_gradients=False)
 
 
 class Watched(TinyModel):

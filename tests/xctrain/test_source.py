@@ -37,9 +37,9 @@ from xctrain.basemodel import base_model, ensure_base_model, model_id
 from xctrain.config import Config
 config = load_settings(Config, None, sys.argv[2:])
 try:
-    if sys.argv[1] == "download":
-        ensure_base_model(config, None)
-    print(base_model(config), model_id(config))
+    if sys.argv[1] != "look":
+        ensure_base_model(config, None, weights=sys.argv[1] != "plan")
+    print(base_model(config, weights=sys.argv[1] != "plan"), model_id(config))
 except ConfigError as error:
     print(error)
 """
@@ -120,6 +120,13 @@ def test_a_pinned_model_is_downloaded_once_and_then_needs_no_network(hub: str, f
     found = {path.name: path.read_bytes() for path in Path(where).iterdir()}
     assert found == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert ask("look", tmp_path, "offline").split() == [where, name]
+
+
+def test_for_a_plan_only_the_small_files_are_downloaded(hub: str, folder: Path, tmp_path: Path) -> None:
+    where = Path(ask("plan", tmp_path, hub).split()[0])
+
+    assert {path.name for path in where.iterdir()} == {path.name for path in folder.iterdir()} - {"model.safetensors"}
+    assert Path(ask("download", tmp_path, hub).split()[0], "model.safetensors").exists()
 
 
 def test_what_the_hub_has_not_is_said(hub: str, tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ from shards.errors import ConfigError
 if TYPE_CHECKING:
     from xctrain.config import ModelConfig
 
+_WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt"]
 _UNUSED = ["*.msgpack", "*.h5", "*.onnx", "*.gguf", "*.ot"]  # the same weights for other libraries
 
 
-def fetch(config: "ModelConfig", *, download: bool) -> Path:
+def fetch(config: "ModelConfig", *, download: bool, weights: bool = True) -> Path:
     """The folder of the model that ``model.source`` has under ``model.path``, in that hub's own cache.
 
-    Without ``download`` the network is not asked. Files that are there already are not downloaded again.
+    Without ``download`` the network is not asked. Files that are there already are not downloaded again. Without
+    ``weights`` only the small files are: configuration and tokenizer.
 
     Raises:
         ConfigError: it is not there, cannot be had, or the library that downloads is not installed.
@@ -23,7 +25,10 @@ def fetch(config: "ModelConfig", *, download: bool) -> Path:
     assert config.path
     try:
         folder = snapshot_download(
-            config.path, revision=config.revision, local_files_only=not download, ignore_patterns=_UNUSED
+            config.path,
+            revision=config.revision,
+            local_files_only=not download,
+            ignore_patterns=_UNUSED if weights else _UNUSED + _WEIGHTS,
         )
     except errors as error:
         reason = " ".join(str(error).split()) or type(error).__name__

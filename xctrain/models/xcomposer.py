@@ -1,5 +1,6 @@
 """InternLM-XComposer2.5-7B, native: its published checkpoint, without its published code."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,15 @@ from xctrain.models.xcomposer_generate import write_greedily
 from xctrain.models.xcomposer_model import XComposer
 from xctrain.models.xcomposer_prompt import LAYOUTS, Encoder, TokenRow, chat_text, pad_rows
 from xctrain.models.xcomposer_tokenizer import Tokenizer
-from xctrain.models.xcomposer_weights import copy_rest, decoder_linears, empty_model, load_model, save_model
+from xctrain.models.xcomposer_weights import (
+    copy_rest,
+    decoder_linears,
+    empty_model,
+    has_weights,
+    load_model,
+    matched_tensors,
+    save_model,
+)
 
 if TYPE_CHECKING:
     from xctrain.config import AdapterConfig, ModelConfig
@@ -133,7 +142,8 @@ class XComposerFamily:
     ) -> "XComposerFamily":
         """The model in the folder ``base``. Nothing is downloaded, and no code that lies there is run.
 
-        With ``empty`` no weights are read: the model has names, shapes and types alone.
+        With ``empty`` no weights are read: the model has names, shapes and types alone. Those in the folder, if there
+        are any, are checked against it.
 
         Raises:
             ConfigError: it is not a whole checkpoint of XComposer2.5, or a pattern of what trains fits nothing.
@@ -151,6 +161,8 @@ class XComposerFamily:
         compute = getattr(torch, adapter.compute) if adapter and adapter.kind == "qlora" else None
         dtype = getattr(torch, config.dtype)
         model = empty_model(architecture).to(dtype) if empty else load_model(architecture, folder, dtype, compute)
+        if empty and has_weights(folder):
+            deque(matched_tensors(model, folder), maxlen=0)
         model.checkpoint_gradients(config.gradient_checkpointing)
         model.views_at_once = config.views_at_once
         if adapter is None or adapter.kind == "none":

@@ -23,11 +23,12 @@ class Tokenizer:
         Raises:
             ConfigError: it is not there, is damaged, or lacks the marks around a turn.
         """
-        from sentencepiece import SentencePieceProcessor
+        from sentencepiece import SentencePieceProcessor, set_min_log_level
 
         path = folder / TOKENIZER
         if not path.is_file():
             raise ConfigError(f"model.path: {folder} holds no {TOKENIZER}; download it", path=folder)
+        set_min_log_level(2)  # it warns of a piece in the published model that no text can ever use
         try:
             self.model = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:

@@ -61,6 +61,11 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a file of weights lies in a folder; one from which only the small files were fetched has none."""
+    return any(_WEIGHTS.search(path.name) and not path.name.endswith(".json") for path in folder.iterdir())
+
+
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Official name and tensor of all weights that the model uses, one at a time.
 
@@ -116,6 +121,23 @@ def load_model(
     model = empty_model(config)
     quantiser = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU needs minutes for the 7B model
     short = {f"{name}.weight" for name in decoder_linears(model)} if compute else set()
+    for name, tensor in matched_tensors(model, folder):
+        if compute and name in short:
+            quantise_layer(model, name.removesuffix(".weight"), tensor.to(quantiser, dtype), compute)
+            _give_back_freed_memory()
+        else:
+            place(model, name, nn.Parameter(tensor.to(dtype, copy=True)))
+    return model
+
+
+def matched_tensors(model: XComposer, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """This model's name and the tensor of every weight in an official checkpoint, each once, in the file's order.
+
+    Only names and shapes are read before a tensor is copied: to walk over them all checks a checkpoint in moments.
+
+    Raises:
+        ConfigError: a weight is missing, not the model's, or of another shape.
+    """
     missing = dict(model.named_parameters())
     for official, tensor in read_tensors(folder):
         name = own_name(official)
@@ -132,18 +154,13 @@ def load_model(
                 f"{tuple(expected.shape)}; fetch both from one place",
                 path=folder,
             )
-        if compute and name in short:
-            quantise_layer(model, name.removesuffix(".weight"), tensor.to(quantiser, dtype), compute)
-            _give_back_freed_memory()
-        else:
-            place(model, name, nn.Parameter(tensor.to(dtype, copy=True)))
+        yield name, tensor
     if missing:
         raise ConfigError(
             f"model.path: {folder} lacks {len(missing)} weights of XComposer2.5, {official_name(min(missing))} for "
             "example; fetch it again",
             path=folder,
         )
-    return model
 
 
 def _give_back_freed_memory() -> None:
