@@ -1,7 +1,10 @@
 """``BuildConfig``: everything a build can be told. Also the parameters of the Prefect flow, whose form shows it."""
 
+import difflib
+import importlib.util
 import math
 import os
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -106,6 +109,20 @@ def _non_zero(values: tuple[float, ...]) -> tuple[float, ...]:
     return values
 
 
+ColorMode = Literal["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "I;16B", "F"]
+
+
+def _script(name: str) -> str:
+    letters = (chr(code) for code in range(0x30000) if chr(code).isalpha())
+    known = {unicodedata.name(letter, "").partition(" ")[0] for letter in letters}
+    if name not in known:
+        near = difflib.get_close_matches(name.upper(), known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"is {name!r}, expected the first word of a letter's Unicode name, such as LATIN or CJK{hint}")
+    return name
+
+
+Script = Annotated[str, AfterValidator(_script)]
 Triple = Annotated[tuple[float, float, float], AfterValidator(_finite)]
 
 
@@ -133,6 +150,46 @@ class FilterConfig(Settings):
         "what JPEG does to a flat picture; -1 keeps such pictures.",
     )  # fmt: skip
     duplicates: bool = Field(True, description="Reject files with the bytes of another; the lowest image id stays.")
+    near_duplicate_bits: int | None = Field(
+        None, ge=0, le=6,
+        description="Reject pictures whose 64-bit perceptual hash differs from that of another in at most this many bits; "
+        "the lowest image id stays, and what is like a held-out picture is a split_leak. 4 finds other sizes, qualities "
+        "and brightness. Off by default: it decodes every file once more, and likeness, unlike equal bytes, can err.",
+    )  # fmt: skip
+    color_modes: tuple[ColorMode, ...] | None = Field(
+        None, min_length=1,
+        description="Colour modes of source files that are let in, by Pillow's names: RGB alone refuses gray, CMYK and "
+        "transparent files. Default all: each is made RGB by a stated rule.",
+    )  # fmt: skip
+    min_caption_words: int | None = Field(
+        None, ge=1, description="Captions with fewer words are dropped. Default: none."
+    )
+    max_caption_words: int | None = Field(
+        None, ge=1, description="Captions with more words are dropped. Default: none, training counts tokens itself."
+    )
+    min_caption_chars: int | None = Field(None, ge=1, description="The same in characters, for scripts without spaces.")
+    max_caption_chars: int | None = Field(None, ge=1, description="The same in characters.")
+    caption_scripts: tuple[Script, ...] | None = Field(
+        None, min_length=1,
+        description="Scripts that captions may be written in, by the first word of the Unicode name of their letters: "
+        "LATIN, CYRILLIC, GREEK, ARABIC, HANGUL, CJK ... Captions without letters pass. Default: any.",
+    )  # fmt: skip
+    caption_script_share: float = Field(
+        0.8, gt=0, le=1,
+        description="Least share of a caption's letters in caption_scripts; below it the caption is dropped. The default "
+        "leaves room for a foreign name.",
+    )  # fmt: skip
+    max_side_px: int | None = Field(
+        None, ge=16,
+        description="Longest side of stored pictures in pixels; a larger picture is made smaller and stored as JPEG, for "
+        "whom disk or network is the limit. Default: original bytes are kept.",
+    )  # fmt: skip
+    resized_quality: int = Field(
+        90,
+        ge=1,
+        le=95,
+        description="JPEG quality of pictures that max_side_px made smaller; at 90 no change is visible.",
+    )
     norm_mean: Triple = Field(
         (0.48145466, 0.4578275, 0.40821073),
         description="Mean that training subtracts, channels scaled to 0..1 (default: CLIP). Only checked: with it and "
@@ -142,6 +199,18 @@ class FilterConfig(Settings):
         (0.26862954, 0.26130258, 0.27577711),
         description="Deviation that training divides by (default: CLIP), not zero.",
     )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "FilterConfig":
+        for unit in ("words", "chars"):
+            low, high = (getattr(self, f"{end}_caption_{unit}") for end in ("min", "max"))
+            if low is not None and high is not None and low > high:
+                raise ValueError(
+                    f"min_caption_{unit} is {low}, more than max_caption_{unit}={high}: no caption is left"
+                )
+        if self.near_duplicate_bits is not None and importlib.util.find_spec("imagehash") is None:
+            raise ValueError("near_duplicate_bits needs the package ImageHash; pip install 'xctrain[near-duplicates]'")
+        return self
 
     @property
     def written(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ class Reason(StrEnum):
     TOO_MANY_PIXELS = "too_many_pixels"
     TOO_SMALL = "too_small"
     ASPECT_RATIO = "aspect_ratio"
+    COLOR_MODE = "color_mode"
     NOT_FINITE = "not_finite"
     CONSTANT_IMAGE = "constant_image"
     NO_CAPTION = "no_caption"
@@ -47,8 +48,17 @@ class Measurements:
     channel_range: int
 
 
+def judge_header(width: int, height: int, mode: str, limits: FilterConfig) -> Rejection | None:
+    """Verdict on what the header says, before anything is decoded; ``mode`` is Pillow's name of the colour mode."""
+    if verdict := judge_size(width, height, limits):
+        return verdict
+    if limits.color_modes is not None and mode not in limits.color_modes:
+        return Rejection(Reason.COLOR_MODE, f"is {mode}, expected {' or '.join(limits.color_modes)}")
+    return None
+
+
 def judge_size(width: int, height: int, limits: FilterConfig) -> Rejection | None:
-    """Verdict on the size alone, which the header gives before anything is decoded."""
+    """Verdict on the size alone."""
     if width * height > limits.max_pixels:
         return Rejection(
             Reason.TOO_MANY_PIXELS, f"{width}x{height} = {width * height} pixels, at most {limits.max_pixels}"

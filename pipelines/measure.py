@@ -3,7 +3,7 @@
 import io
 import warnings
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,18 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from pipelines.config import FilterConfig
-from pipelines.filters import Measurements, Reason, Rejection, judge_pixels, judge_size
+from pipelines.filters import Measurements, Reason, Rejection, judge_header, judge_pixels
 
 # What Pillow may open. Not everything it knows: some of its formats start other programs or fetch other files.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 KEPT_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # Pillow's format to our extension
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _ORIENTATION = 0x0112
+_AVIF = (b"avif", b"avis")
+_SCAN = b"\xff\xda"  # begins a scan of a JPEG; inside compressed data every ff is followed by 00
+MAX_SCANS = (
+    500  # a progressive photo has some ten; each costs a pass over the picture, so thousands hold a build for hours
+)
 
 
 @dataclass(frozen=True)
@@ -55,29 +60,37 @@ def measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
 
 def _measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        if verdict := judge_size(*image.size, limits):
+        if verdict := judge_header(*image.size, image.mode, limits):
             return verdict
         if image.format == "PNG":
             check_png(data)
         flags = _flags(data, image)
-        pixels = _decode_jpeg(data) if image.format in ("JPEG", "MPO") else None
-        if pixels is None or flags:
+        pixels = decode_jpeg(data) if image.format in ("JPEG", "MPO") else None
+        picture: Image.Image = image
+        if pixels is None or image.mode not in ("L", "RGB"):
             image.load()
             pixels = np.asarray(image)
+        elif flags or limits.max_side_px:  # decoded once: not by Pillow again
+            picture = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
+            picture.getexif()[_ORIENTATION] = orientation(image)
         finite = pixels.dtype.kind != "f" or bool(np.isfinite(pixels).all())
         if not finite:
             return judge_pixels(Measurements(*image.size, False, 255), limits) or Rejection(Reason.NOT_FINITE, "")
         if flags:
-            upright = to_rgb(ImageOps.exif_transpose(image))
-            pixels, size, mode = np.asarray(upright), upright.size, image.mode
-        else:
-            size, mode = image.size, image.mode
-        measured = Measurements(*size, finite, channel_range(pixels, limits.constant_levels))
+            picture = to_rgb(ImageOps.exif_transpose(picture))
+            pixels = np.asarray(picture)
+        measured = Measurements(*picture.size, finite, channel_range(pixels, limits.constant_levels))
         if verdict := judge_pixels(measured, limits):
             return verdict
+        if limits.max_side_px and max(picture.size) > limits.max_side_px:
+            picture = shrink(picture, limits.max_side_px)
+            measured = replace(measured, width=picture.width, height=picture.height)
+            return Picture(
+                measured, encode_jpeg(picture, limits.resized_quality), "jpg", image.mode, (*flags, "resized")
+            )
         if flags:
-            return Picture(measured, encode_png(upright), "png", mode, (*flags, "converted"))
-        return Picture(measured, data, KEPT_AS_IS[str(image.format)], mode, ())
+            return Picture(measured, encode_png(picture), "png", image.mode, (*flags, "converted"))
+        return Picture(measured, data, KEPT_AS_IS[str(image.format)], image.mode, ())
 
 
 def _flags(data: bytes, image: Image.Image) -> tuple[str, ...]:
@@ -91,15 +104,15 @@ def _flags(data: bytes, image: Image.Image) -> tuple[str, ...]:
         flags.append(f"depth={data[24]}")
     if image.mode in ("L", "RGB") and image.has_transparency_data:
         flags.append("transparency")
-    if (orientation := _orientation(image)) != 1:
-        flags.append(f"orientation={orientation}")
+    if (turned := orientation(image)) != 1:
+        flags.append(f"orientation={turned}")
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":  # an MPO is a JPEG with more after its end, and only its start is read
         flags.append(f"frames={frames}")
     return tuple(flags)
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation(image: Image.Image) -> int:
     """EXIF orientation 2..8, or 1 where there is none that means anything."""
     try:
         value = image.getexif().get(_ORIENTATION, 1)
@@ -108,11 +121,19 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) and 1 < value <= 8 else 1
 
 
-def _decode_jpeg(data: bytes) -> NDArray[np.uint8]:
-    """Pixels of a JPEG. Strict: zeros or cut scans inside a file, over which Pillow says nothing, raise ValueError."""
+def decode_jpeg(data: bytes, min_side_px: int = 0) -> NDArray[np.uint8]:
+    """Pixels of a JPEG, as Pillow has them. Strict: zeros or cut scans inside, over which Pillow is silent, raise ValueError.
+
+    So does what libjpeg calls extraneous bytes before a marker. That may be harmless padding, but as well all that can
+    be seen of damage which made the decoder run out of picture before it ran out of data, so nothing tells them apart.
+    With ``min_side_px``, at the smallest of the scales 1/8, 2/8 ... that gives sides of at least that.
+    """
+    if (num_scans := data.count(_SCAN)) > MAX_SCANS:
+        raise ValueError(f"{num_scans} scans, expected at most {MAX_SCANS}")
     colors = {"Gray": "GRAY", "CMYK": "CMYK", "YCCK": "CMYK"}
     space = simplejpeg.decode_jpeg_header(data)[2]
-    return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colors.get(space, "RGB")))
+    sides = {"min_width": min_side_px, "min_height": min_side_px}
+    return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colors.get(space, "RGB"), **sides))
 
 
 def check_png(data: bytes) -> None:
@@ -135,12 +156,14 @@ def check_png(data: bytes) -> None:
 def to_rgb(image: Image.Image) -> Image.Image:
     """The picture as 8-bit RGB by one rule for each mode.
 
-    Transparency (RGBA, LA, a palette's or a key colour): over white. 16 bits: the high byte. Float: times 255 where all
-    values lie in 0..1, as they are where all lie in 0..255, else stretched from least..greatest to 0..255. CMYK, YCbCr,
-    Lab, HSV, palettes, 1 bit: Pillow's conversion.
+    Transparency (RGBA, LA, a palette's or a key colour): over white. 16 bits: the high byte; 32 bits too where all values
+    fit in 16, else stretched from least..greatest to 0..255. Float: times 255 where all values lie in 0..1, as they are
+    where all lie in 0..255, else stretched likewise. CMYK, YCbCr, Lab, HSV, palettes, 1 bit: Pillow's conversion.
     """
     if image.mode.startswith("I"):
-        return _from_array(np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8)
+        levels = np.asarray(image).astype(np.int64)
+        fits = levels.min() >= 0 and levels.max() <= 65535
+        return _from_array(levels >> 8 if fits else _to_levels(levels.astype(np.float64)))
     if image.mode == "F":
         return _from_array(_to_levels(np.asarray(image, np.float64)))
     if image.has_transparency_data:
@@ -174,6 +197,22 @@ def _range(pixels: NDArray[Any]) -> int:
     return int((flat.max(0).astype(np.int64) - flat.min(0)).max())
 
 
+def shrink(image: Image.Image, max_side_px: int) -> Image.Image:
+    """The picture with its longer side of this length; in whole numbers, so the same on every machine."""
+    scale = max_side_px / max(image.size)
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    small = image.resize((width, height), Image.Resampling.LANCZOS)
+    small.info = {}  # a profile or a comment belonged to the file
+    return small
+
+
+def encode_jpeg(image: Image.Image, quality: int) -> bytes:
+    """The pixels as JPEG, nothing else in the file."""
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=quality)
+    return out.getvalue()
+
+
 def encode_png(image: Image.Image) -> bytes:
     """The pixels as PNG, nothing else in the file; the same bytes for the same pixels."""
     image.info = {}  # an ICC profile or a key colour would go along, and belonged to the file before conversion
@@ -183,7 +222,11 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def _unidentified(data: bytes) -> Rejection:
-    if not (data.startswith(_MAGIC) or data[8:12] == b"WEBP"):
+    if data[4:8] == b"ftyp" and data[8:12] not in _AVIF:
+        return Rejection(
+            Reason.NOT_AN_IMAGE, f"is a {ascii(data[8:12])[2:-1]} file, which is not read; convert it to JPEG"
+        )
+    if not (data.startswith(_MAGIC) or data[8:12] in (b"WEBP", *_AVIF)):
         return Rejection(Reason.NOT_AN_IMAGE, f"begins with {ascii(data[:16])[1:]}")
     if looks_cut(data):
         return Rejection(Reason.TRUNCATED, f"ends within its header, after {len(data)} bytes")
@@ -197,11 +240,16 @@ def _undecodable(data: bytes, error: Exception) -> Rejection:
 
 
 def looks_cut(data: bytes) -> bool:
-    """Whether a JPEG, PNG or WebP ends before its end marker."""
+    """Whether a JPEG, PNG, WebP or AVIF ends before its end marker, or before the length it gives itself."""
     if data.startswith(b"\xff\xd8"):
         return b"\xff\xd9" not in data[-64:]
     if data.startswith(b"\x89PNG"):
         return b"IEND" not in data[-64:]
     if data.startswith(b"RIFF"):
         return int.from_bytes(data[4:8], "little") + 8 > len(data)
+    if data[4:8] == b"ftyp":
+        at = 0
+        while at + 8 <= len(data) and (length := int.from_bytes(data[at : at + 4], "big")) >= 8:
+            at += length
+        return at > len(data)
     return False

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.captions import clean_captions
-from pipelines.config import BuildConfig
+from pipelines.config import BuildConfig, FilterConfig
 from pipelines.filters import Reason, Rejection
 from pipelines.hashes import HashFiles, hash_all
 from pipelines.images import Images, Stamp, open_images
@@ -140,7 +140,7 @@ def make_plan(
     """
     names = list(dict.fromkeys(str(origin.split) for origin in origins))
     for number, origin in enumerate(origins):
-        _read(spool, origin, number, names.index(str(origin.split)), progress)
+        _read(spool, origin, config.filters, number, names.index(str(origin.split)), progress)
     spool.flush()
     hash_all(spool, folder / "files.bin", hash_files)
     _reject_leaks(spool, names)
@@ -149,10 +149,13 @@ def make_plan(
     return Plan(config, [_planned(spool, name, i, origins) for i, name in enumerate(names)], spool)
 
 
-def _read(spool: Spool, origin: Origin, source: int, split: int, progress: Progress) -> None:
+def _read(
+    spool: Spool, origin: Origin, limits: FilterConfig, source: int, split: int, progress: Progress
+) -> None:
     images = open_images(origin.source.images)
     for record in origin.source.records():
-        spool.add(record, clean_captions(record.captions), stamp(images, record), source=source, split=split)
+        cleaned = clean_captions(record.captions, limits)
+        spool.add(record, cleaned, stamp(images, record), source=source, split=split)
         progress(1)
 
 

@@ -3,7 +3,7 @@ import resource
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps, features
 
 from pipelines.config import FilterConfig
 from pipelines.filters import Reason, Rejection
@@ -127,6 +127,154 @@ def test_conversion_gives_the_same_bytes_each_time(pictures):
 
 def test_the_extension_follows_the_content_of_a_misnamed_file(pictures):
     assert measure(pictures.encode(pictures.photo(9), "PNG"), LIMITS).extension == "png"
+
+
+@pytest.mark.parametrize(
+    ("values", "lowest", "highest"),
+    [
+        (np.arange(3072) * 20, 0, 239),  # they fit in 16 bits: the high byte
+        (np.arange(3072) * 600_000, 0, 255),
+        (np.arange(3072) - 1000, 0, 255),
+    ],
+)
+def test_32_bits_keep_the_high_byte_or_are_stretched(pictures, values, lowest, highest):
+    picture = measure(pictures.encode(Image.fromarray(values.astype(np.int32).reshape(48, 64)), "TIFF"), LIMITS)
+    pixels = np.asarray(stored(picture))
+    assert (picture.mode, pixels.min(), pixels.max()) == ("I", lowest, highest)
+
+
+def test_gray_with_alpha_goes_over_white(pictures):
+    image = Image.new("LA", (64, 48), (40, 255))
+    image.paste((40, 0), (0, 0, 32, 48))
+    picture = measure(pictures.encode(image, "PNG"), LIMITS)
+    assert np.asarray(stored(picture))[0, [0, 63], 0].tolist() == [255, 40]
+    assert picture.flags == ("mode=LA", "converted")
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_lying_jpeg_is_decoded_once_and_as_pillow_does(pictures, orientation, mode):
+    data = oriented(pictures.photo(3, 65, 49, mode), orientation, pictures.encode)
+    picture = measure(data, LIMITS)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    if orientation == 1:
+        assert picture.data == data
+    else:
+        assert np.array_equal(stored(picture), expected.convert("RGB"))
+        assert picture.flags == (f"orientation={orientation}", "converted")
+
+
+@pytest.mark.parametrize(
+    ("at", "damage"),
+    [(6, b"XX"), (10, b"\xff" * 4), (14, b"\0\0")],  # byte order, offset of the directory, number of its entries
+)
+def test_broken_exif_leaves_the_picture_as_it_is(pictures, at, damage):
+    data = oriented(pictures.photo(4), 6, pictures.encode)
+    start = data.index(b"Exif\0\0") + at
+    data = data[:start] + damage + data[start + len(damage) :]
+    picture = measure(data, LIMITS)
+    assert (picture.data, picture.flags) == (data, ())
+
+
+def test_of_several_frames_the_first_is_kept(pictures):
+    frames = [pictures.photo(i) for i in (5, 6, 7)]
+    several = {"save_all": True, "append_images": frames[1:]}
+    mpo = pictures.encode(frames[0], "MPO", **several)
+    assert (measure(mpo, LIMITS).data, measure(mpo, LIMITS).extension) == (mpo, "jpg")
+    for kind in ("GIF", "WEBP", "PNG", "TIFF"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        data = pictures.encode(frames[0], kind, **several, **options)
+        picture = measure(data, LIMITS)
+        assert "frames=3" in picture.flags, kind
+        first = Image.open(io.BytesIO(data)).convert("RGB")
+        assert np.array_equal(stored(picture), first), kind
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow was built without AVIF")
+def test_avif_is_stored_as_png_and_a_cut_one_rejected(pictures):
+    data = pictures.encode(pictures.photo(8), "AVIF")
+    picture = measure(data, LIMITS)
+    assert stored(picture).size == (64, 48)
+    assert picture.flags == ("format=AVIF", "converted")
+    for end in (40, len(data) // 2, len(data) - 1):
+        assert measure(data[:end], LIMITS).reason is Reason.TRUNCATED
+
+
+def test_a_heic_photo_is_named_as_what_it_is():
+    found = measure(b"\0\0\0\x18ftypheic" + bytes(200), LIMITS)
+    assert (found.reason, found.detail) == ("not_an_image", "is a heic file, which is not read; convert it to JPEG")
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3, 10])
+def test_a_jpeg_short_of_its_last_bytes_is_cut(pictures, missing):
+    assert rejection(pictures.encode(pictures.photo(9))[:-missing]).reason is Reason.TRUNCATED
+
+
+def test_damage_can_show_in_nothing_but_extraneous_bytes(pictures):
+    """So a JPEG with such bytes is rejected, though padding before its end would be harmless."""
+    whole = pictures.encode(pictures.photo(10, 320, 240), quality=95)
+    padded = whole[:-2] + bytes(40) + whole[-2:]
+    messages = [rejection(padded).detail]
+    for at in range(len(whole) // 2, len(whole) - 600, 200):
+        flawed = measure(whole[:at] + bytes(500) + whole[at + 500 :], LIMITS)
+        messages += [flawed.detail] if isinstance(flawed, Rejection) else []
+    assert "40 extraneous bytes before marker 0xd9" in messages[0]
+    assert any("extraneous bytes before marker 0xd9" in message for message in messages[1:])
+
+
+def test_a_jpeg_of_thousands_of_scans_is_rejected_before_it_holds_the_build(pictures):
+    data = pictures.encode(pictures.photo(11, 320, 240), progressive=True)
+    last = data.rindex(b"\xff\xda")
+    scan = data[last:-2]
+    assert isinstance(measure(data, LIMITS), Picture)
+    found = rejection(data[:-2] + scan * 1000 + data[-2:])
+    assert (found.reason, found.detail) == (Reason.CORRUPT_DATA, "1010 scans, expected at most 500")
+
+
+def test_a_larger_picture_is_made_smaller(pictures):
+    limits = FilterConfig(max_side_px=32)
+    for kind, mode in (
+        ("JPEG", "RGB"),
+        ("JPEG", "L"),
+        ("PNG", "RGBA"),
+        ("PNG", "RGB"),
+        ("WEBP", "RGB"),
+        ("TIFF", "RGB"),
+    ):
+        data = pictures.encode(pictures.photo(12, mode=mode), kind)
+        picture = measure(data, limits)
+        image = stored(picture)
+        assert (image.format, image.size, picture.extension) == ("JPEG", (32, 24), "jpg")
+        assert (image.mode, picture.mode, picture.flags[-1]) == ("L" if mode == "L" else "RGB", mode, "resized")
+        assert "converted" not in picture.flags
+        difference = np.asarray(image.convert("RGB")).astype(int) - np.asarray(pictures.photo(12).resize((32, 24)))
+        assert mode == "L" or abs(difference).mean() < 12
+        assert measure(data, limits).data == picture.data
+
+
+def test_a_lying_picture_is_made_smaller_upright(pictures):
+    picture = measure(oriented(pictures.photo(13), 6, pictures.encode), FilterConfig(max_side_px=32))
+    assert stored(picture).size == (24, 32)
+    assert picture.flags == ("orientation=6", "resized")
+
+
+def test_a_picture_that_is_small_enough_keeps_its_bytes(pictures):
+    data = pictures.encode(pictures.photo(14))
+    assert measure(data, FilterConfig(max_side_px=64)).data == data
+
+
+def test_the_quality_of_smaller_pictures_is_in_the_config(pictures):
+    data = pictures.encode(pictures.photo(15, 400, 300))
+    low, high = (measure(data, FilterConfig(max_side_px=200, resized_quality=q)) for q in (30, 95))
+    assert len(low.data) < len(high.data) / 2
+
+
+def test_colour_modes_can_be_kept_out(pictures):
+    limits = FilterConfig(color_modes=["RGB", "L"])
+    for mode, kind in (("RGB", "JPEG"), ("L", "PNG")):
+        assert isinstance(measure(pictures.encode(pictures.photo(16, mode=mode), kind), limits), Picture)
+    found = rejection(pictures.encode(pictures.photo(16, mode="CMYK")), limits)
+    assert (found.reason, found.detail) == (Reason.COLOR_MODE, "is CMYK, expected RGB or L")
 
 
 def rejection(data, limits=LIMITS):

@@ -1,0 +1,49 @@
+"""A picture's 64-bit perceptual hash: alike pictures have hashes that differ in few bits.
+
+ImageHash's ``phash``: which of 64 slow waves in the brightness are stronger than their median. It survives other sizes and
+qualities and small changes of brightness (4 bits or fewer differ), not cropping beyond 2 % or mirroring, and does not
+see colour. Two photos that have nothing in common differ in some 32 bits.
+"""
+
+import io
+import warnings
+
+from PIL import Image, ImageOps
+
+from pipelines.config import FilterConfig
+from pipelines.filters import judge_header
+from pipelines.measure import FORMATS, check_png, decode_jpeg, orientation, to_rgb
+
+SIDE_PX = 64  # the hash looks at 32 x 32 of brightness; a JPEG is decoded at the smallest scale that gives twice that
+FLAT_LEVELS = 16  # below it the waves are noise, or all equal: flat pictures would be near duplicates of each other
+
+
+def fingerprint(data: bytes, limits: FilterConfig) -> int | None:
+    """The hash of an image file; None where it cannot stand for another: damaged, of a wrong size, or nearly flat."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _fingerprint(data, limits)
+    except ImportError:
+        raise
+    except Exception:  # noqa: BLE001 - decoders raise anything at all; the build says later what is wrong with the file
+        return None
+
+
+def _fingerprint(data: bytes, limits: FilterConfig) -> int | None:
+    import imagehash
+
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if judge_header(*image.size, image.mode, limits):
+            return None
+        if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and orientation(image) == 1:
+            pixels = decode_jpeg(data, SIDE_PX)
+            gray = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels).convert("L")
+        else:
+            if image.format == "PNG":
+                check_png(data)
+            gray = to_rgb(ImageOps.exif_transpose(image)).convert("L")
+    darkest, brightest = gray.resize((32, 32), Image.Resampling.LANCZOS).getextrema()
+    if brightest - darkest < FLAT_LEVELS:  # type: ignore[operator]
+        return None
+    return int(str(imagehash.phash(gray)), 16)
