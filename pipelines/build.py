@@ -20,6 +20,7 @@ from pipelines import report
 from pipelines.config import BuildConfig, FilterConfig
 from pipelines.errors import BuildError, RejectShareError
 from pipelines.filters import Reason, Rejection
+from pipelines.fingerprint import fingerprint, seen
 from pipelines.images import Images, open_images
 from pipelines.measure import Picture, measure
 from pipelines.plan import Plan, make_plan, require_images
@@ -144,7 +145,8 @@ class Build:
         def ask(request: tuple[Numbers, int]) -> tuple[Numbers, Sequence[bytes | Rejection]]:
             numbers, source = request
             names = [spool.place(number) for number in numbers.tolist()]
-            arguments = {"images": self.origins[source].source.images, "names": names}
+            limits = self.config.filters.written
+            arguments = {"images": self.origins[source].source.images, "names": names, "limits": limits}
             replies = self.workers.call("hash", arguments, progress)
             return numbers, [
                 Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else bytes.fromhex(r) for r in replies
@@ -268,17 +270,19 @@ def _rejects_jsonl(planned: Plan, results: Sequence[Mapping[str, Any]]) -> bytes
 
 def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
     """Facts about each file (bytes of dtype FACTS in hex), or reason and detail where it cannot be read."""
-    images = open_images(arguments["images"])
+    images, limits = open_images(arguments["images"]), FilterConfig.model_validate(arguments["limits"])
     replies: list[Any] = []
     for name in arguments["names"]:
         data = images.read(name)
-        replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data).hex())
+        replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data, limits).hex())
     progress(len(replies))
     return replies
 
 
-def _facts(data: bytes) -> bytes:
-    return np.array((hashlib.sha256(data).digest(),), FACTS).tobytes()
+def _facts(data: bytes, limits: FilterConfig) -> bytes:
+    looked = seen(limits)
+    likeness = fingerprint(data, limits) if looked else None
+    return np.array((hashlib.sha256(data).digest(), looked, likeness is not None, likeness or 0), FACTS).tobytes()
 
 
 def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, int]:

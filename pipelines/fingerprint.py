@@ -7,32 +7,44 @@ see colour. Two photos that have nothing in common differ in some 32 bits.
 
 import io
 import warnings
+import zlib
+from importlib import metadata
 
 from PIL import Image, ImageOps
 
 from pipelines.config import FilterConfig
 from pipelines.filters import judge_header
 from pipelines.measure import FORMATS, check_png, decode_jpeg, orientation, to_rgb
+from shards.sample import canonical_json
 
 SIDE_PX = 64  # the hash looks at 32 x 32 of brightness; a JPEG is decoded at the smallest scale that gives twice that
+VERSION = 1  # raise it when the same file gives another hash
 FLAT_LEVELS = 16  # below it the waves are noise, or all equal: flat pictures would be near duplicates of each other
+
+
+def seen(limits: FilterConfig) -> int:
+    """A number, not 0, for all that a file's hash depends on besides its bytes; 0 where no hash is wanted."""
+    if limits.near_duplicate_bits is None:
+        return 0
+    versions = [VERSION, metadata.version("ImageHash")]
+    names = {"min_side_px", "max_pixels", "max_aspect_ratio", "color_modes"}
+    return zlib.crc32(canonical_json([versions, limits.model_dump(mode="json", include=names)])) | 1
 
 
 def fingerprint(data: bytes, limits: FilterConfig) -> int | None:
     """The hash of an image file; None where it cannot stand for another: damaged, of a wrong size, or nearly flat."""
+    import imagehash  # an optional package, and slow to import
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _fingerprint(data, limits)
-    except ImportError:
-        raise
+            gray = _brightness(data, limits)
+            return None if gray is None else int(str(imagehash.phash(gray)), 16)
     except Exception:  # noqa: BLE001 - decoders raise anything at all; the build says later what is wrong with the file
         return None
 
 
-def _fingerprint(data: bytes, limits: FilterConfig) -> int | None:
-    import imagehash
-
+def _brightness(data: bytes, limits: FilterConfig) -> Image.Image | None:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if judge_header(*image.size, image.mode, limits):
             return None
@@ -44,6 +56,4 @@ def _fingerprint(data: bytes, limits: FilterConfig) -> int | None:
                 check_png(data)
             gray = to_rgb(ImageOps.exif_transpose(image)).convert("L")
     darkest, brightest = gray.resize((32, 32), Image.Resampling.LANCZOS).getextrema()
-    if brightest - darkest < FLAT_LEVELS:  # type: ignore[operator]
-        return None
-    return int(str(imagehash.phash(gray)), 16)
+    return gray if brightest - darkest >= FLAT_LEVELS else None  # type: ignore[operator]

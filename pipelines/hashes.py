@@ -19,13 +19,18 @@ _KNOWN = np.dtype([("stamp", "S16"), ("facts", FACTS)])
 HashFiles = Callable[[Iterator[tuple[Numbers, int]], Spool], Iterator[tuple[Numbers, Sequence[bytes | Rejection]]]]
 
 
-def hash_all(spool: Spool, path: Path, hash_files: HashFiles) -> None:
-    """Set ``facts`` of every row, or reject it; remembered in ``path`` by place and stamp of the file."""
+def hash_all(spool: Spool, path: Path, hash_files: HashFiles, seen: int = 0) -> None:
+    """Set ``facts`` of every row, or reject it; remembered in ``path`` by place and stamp of the file.
+
+    Where ``seen`` is not 0, only facts found under the same limits count.
+    """
     known, table = _load(path), spool.table
     wanted = table["stamp"] != b""
     at = np.minimum(np.searchsorted(known["stamp"], table["stamp"]), max(0, len(known) - 1))
     if len(known):
         found = wanted & (known["stamp"][at] == table["stamp"])
+        if seen:
+            found &= known["facts"]["seen"][at] == seen
         table["facts"][found] = known["facts"][at[found]]
         table["hashed"] = found
     for numbers, replies in hash_files(_requests(spool, np.flatnonzero(wanted & ~table["hashed"])), spool):

@@ -1,6 +1,7 @@
 """Who stays among pictures whose 64-bit hashes differ in few bits. Exact, without comparing all with all. No I/O."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ def near_pairs(hashes: NDArray[np.uint64], most_bits: int) -> NDArray[np.int64]:
     """
     found = [np.empty(0, np.int64)]
     edges = np.linspace(0, BITS, most_bits + 2).astype(int).tolist()
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         band = (hashes >> np.uint64(low)) & np.uint64((1 << (high - low)) - 1)
         order = np.argsort(band, kind="stable")
         cuts = np.flatnonzero(np.diff(band[order])) + 1

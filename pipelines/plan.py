@@ -12,8 +12,10 @@ import numpy as np
 from pipelines.captions import clean_captions
 from pipelines.config import BuildConfig, FilterConfig
 from pipelines.filters import Reason, Rejection
+from pipelines.fingerprint import seen
 from pipelines.hashes import HashFiles, hash_all
 from pipelines.images import Images, Stamp, open_images
+from pipelines.near_duplicates import BITS, settle
 from pipelines.progress import Progress
 from pipelines.records import Record
 from pipelines.sources import Origin, Source
@@ -142,16 +144,16 @@ def make_plan(
     for number, origin in enumerate(origins):
         _read(spool, origin, config.filters, number, names.index(str(origin.split)), progress)
     spool.flush()
-    hash_all(spool, folder / "files.bin", hash_files)
+    hash_all(spool, folder / "files.bin", hash_files, seen(config.filters))
     _reject_leaks(spool, names)
     if config.filters.duplicates:
         _reject_duplicates(spool)
+    if config.filters.near_duplicate_bits is not None:
+        _reject_near_duplicates(spool, names, config.filters.near_duplicate_bits)
     return Plan(config, [_planned(spool, name, i, origins) for i, name in enumerate(names)], spool)
 
 
-def _read(
-    spool: Spool, origin: Origin, limits: FilterConfig, source: int, split: int, progress: Progress
-) -> None:
+def _read(spool: Spool, origin: Origin, limits: FilterConfig, source: int, split: int, progress: Progress) -> None:
     images = open_images(origin.source.images)
     for record in origin.source.records():
         cleaned = clean_captions(record.captions, limits)
@@ -197,6 +199,22 @@ def _reject_duplicates(spool: Spool) -> None:
         owners = numbers[first_equal(hashes, hashes)]
         copies = owners != numbers
         spool.reject(numbers[copies], Reason.DUPLICATE_IMAGE, "same bytes as image {owner}", owners[copies])
+
+
+def _reject_near_duplicates(spool: Spool, names: Sequence[str], most_bits: int) -> None:
+    """By ``settle``, with held-out splits before training, and within a split the lowest id first."""
+    table = spool.table
+    rows = np.flatnonzero((table["verdict"] == 0) & table["facts"]["comparable"])
+    rows = rows[np.lexsort((table["id"][rows], -table["split"][rows].astype(np.int64)))]
+    likeness = table["facts"]["likeness"][rows]
+    for later, earlier in settle(likeness, most_bits).items():
+        row, owner = int(rows[later]), int(rows[earlier])
+        bits = f"{int(likeness[later] ^ likeness[earlier]).bit_count()} of {BITS} bits differ"
+        if table["split"][row] == table["split"][owner]:
+            spool.reject(row, Reason.NEAR_DUPLICATE, f"looks like image {{owner}}: {bits}", owner)
+        else:
+            name = names[table["split"][owner]]
+            spool.reject(row, Reason.SPLIT_LEAK, f"looks like image {{owner}} of split {name}: {bits}", owner)
 
 
 def first_equal(values: Any, wanted: Any) -> Numbers:

@@ -22,7 +22,14 @@ from pipelines.records import ImageId, Record, id_bytes
 from shards.sample import canonical_json
 
 # What is found out about a file by reading it; remembered between builds.
-FACTS = np.dtype([("sha256", "S32")])
+FACTS = np.dtype(
+    [
+        ("sha256", "S32"),
+        ("seen", "<u4"),  # stands for the limits under which ``likeness`` was looked for, 0 where it was not
+        ("comparable", "?"),  # whether it was found
+        ("likeness", "<u8"),  # perceptual hash
+    ]
+)
 ROW = np.dtype(
     [
         ("offset", "<u8"),  # of the text
@@ -96,7 +103,7 @@ class Spool:
             source,
             split,
             False,
-            (b"",),
+            (b"", 0, False, 0),
             self.number(rejection),
             -1,
         )
@@ -114,7 +121,7 @@ class Spool:
             self.rejections.append(rejection)
         return number
 
-    def reject(self, rows: Numbers, reason: Reason, detail: str, owners: Numbers | int = -1) -> None:
+    def reject(self, rows: Numbers | int, reason: Reason, detail: str, owners: Numbers | int = -1) -> None:
         """Reject rows; ``{owner}`` in the detail becomes the id of the row that ``owners`` names."""
         self.table["verdict"][rows] = self.number(Rejection(reason, detail))
         self.table["owner"][rows] = owners
