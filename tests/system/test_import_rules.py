@@ -23,7 +23,7 @@ ORDER = re.findall(
 # Modules that know Prefect; the rest of the build runs as plain Python.
 KNOW_PREFECT = {"pipelines.flows", "pipelines.prefect_api", "pipelines.serve"}
 MODEL_LIBRARIES = {"transformers", "peft", "bitsandbytes", "tokenizers"}
-LATE_IN_SHARDS = {"PIL", "yaml", "fsspec"}
+LATE_IN_SHARDS = {"PIL", "yaml", "fsspec", "aiohttp"}
 
 
 @dataclass(frozen=True)
