@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, function: Any, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("folder", type=Path, metavar="DIR", help="the folder that a build wrote to")
+        command.add_argument("folder", type=_location, metavar="DIR", help="the folder that a build wrote to")
         command.add_argument("--json", action="store_true", help="print JSON for a program")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(command=function)
@@ -60,7 +60,8 @@ def list_shards(arguments: argparse.Namespace) -> int:
     manifest = _manifest(arguments.folder)
     if arguments.json:
         shards = [asdict(s) for s in manifest.shards]
-        _print_json({"manifest_id": manifest.manifest_id, "splits": manifest.splits, "shards": shards})
+        parent = {"parent": manifest.parent} if manifest.parent else {}
+        _print_json({"manifest_id": manifest.manifest_id, **parent, "splits": manifest.splits, "shards": shards})
         return 0
     rows = [(s.name, s.split, str(s.num_samples), _size(s.num_bytes), s.sha256[:12]) for s in manifest.shards]
     _print_table(("shard", "split", "samples", "size", "sha256"), rows)
@@ -69,6 +70,8 @@ def list_shards(arguments: argparse.Namespace) -> int:
         number = f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}"
         print(f"{split}: {number}, {_size(sum(s.num_bytes for s in entries))}")
     print(f"manifest_id {manifest.manifest_id}")
+    if manifest.parent:
+        print(f"parent      {manifest.parent}, the first {manifest.num_shards_of(manifest.parent)} of these shards")
     return 0
 
 
@@ -83,13 +86,18 @@ def show_sample(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{arguments.out}: there is no folder {arguments.out.parent}; make it, or choose another --out"
         )
-    reader, index = find_key(arguments.folder, _manifest(arguments.folder), arguments.key)
-    shard, inside = reader.locate(index)
-    require_index(arguments.folder, shard)
-    meta, sample = reader.meta(index), reader.read(index)
+    if isinstance(arguments.folder, str):
+        from shards.mirror import RemoteShards
+
+        shard, inside, meta, sample = RemoteShards(arguments.folder).find(arguments.key)
+    else:
+        reader, index = find_key(arguments.folder, _manifest(arguments.folder), arguments.key)
+        shard, inside = reader.locate(index)
+        require_index(arguments.folder, shard)
+        meta, sample = reader.meta(index), reader.read(index)
     answer = {
         "key": sample.key,
-        "split": reader.split,
+        "split": shard.split,
         "shard": shard.name,
         "sample": inside,
         "parts": [asdict(part) for part in meta.parts],
@@ -114,8 +122,13 @@ def verify_folder(arguments: argparse.Namespace) -> int:
 
     from shards.verify import verify
 
-    manifest = _manifest(arguments.folder)
-    findings = verify(arguments.folder)
+    if isinstance(arguments.folder, str):
+        from shards.mirror import RemoteShards
+
+        remote = RemoteShards(arguments.folder)
+        manifest, findings = remote.manifest, remote.verify()
+    else:
+        manifest, findings = _manifest(arguments.folder), verify(arguments.folder)
     if arguments.json:
         _print_json({"ok": not findings, "findings": [asdict(f) for f in findings]})
         return 1 if findings else 0
@@ -146,6 +159,8 @@ def print_stats(arguments: argparse.Namespace) -> int:
     """Statistics per split."""
     from shards.stats import folder_stats
 
+    if isinstance(arguments.folder, str):
+        raise ConfigError(f"{arguments.folder}: stats reads every sample; copy the folder here first")
     _manifest(arguments.folder)
     stats = folder_stats(arguments.folder)
     if arguments.json:
@@ -215,9 +230,19 @@ def _flat(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _manifest(folder: Path) -> "Manifest":
+def _location(text: str) -> Path | str:
+    from shards.remote import is_remote
+
+    return text if is_remote(text) else Path(text)
+
+
+def _manifest(folder: Path | str) -> "Manifest":
     from shards.manifest import Manifest
 
+    if isinstance(folder, str):
+        from shards.mirror import RemoteShards
+
+        return RemoteShards(folder).manifest
     return Manifest.load(folder)
 
 

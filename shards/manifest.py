@@ -17,6 +17,7 @@ FORMAT = "xctrain-shards"
 VERSION = 1
 RESTORE = "run the build again to restore it"
 _SHARD_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*\.tar")  # no slash: it stays in the folder
+_ID = re.compile(r"[0-9a-f]{64}")
 _SPLIT_NAME = re.compile(r"[0-9A-Za-z_-]+")
 
 
@@ -50,16 +51,44 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
+class Addition:
+    """Shards that were appended to a published dataset: its manifest_id, and the settings that determine their bytes."""
+
+    parent: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """The shards of a dataset in order, and the build settings that determine their bytes."""
+    """The shards of a dataset in order, and the build settings that determine their bytes.
+
+    ``additions`` is what became of it since it was built, oldest first; each began with the shards of its parent.
+    """
 
     shards: tuple[ShardEntry, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    additions: tuple[Addition, ...] = ()
 
     @property
     def manifest_id(self) -> str:
         """Names the dataset: sha256 over the ordered shards, hashes included. Order and position are relative to it."""
         return hashlib.sha256(canonical_json([VERSION, [asdict(s) for s in self.shards]])).hexdigest()
+
+    @property
+    def parent(self) -> str | None:
+        """The manifest_id of the dataset that this one was added to; None if it was built in one go."""
+        return self.additions[-1].parent if self.additions else None
+
+    def num_shards_of(self, manifest_id: str) -> int | None:
+        """How many leading shards are the dataset of that id, as an ancestor's are; None if no such number is."""
+        digest = hashlib.sha256(b"[%d,[" % VERSION)
+        for number, shard in enumerate(self.shards):
+            digest.update(b"," * bool(number) + canonical_json(asdict(shard)))
+            prefix = digest.copy()
+            prefix.update(b"]]")
+            if prefix.hexdigest() == manifest_id:
+                return number + 1
+        return None
 
     @property
     def splits(self) -> dict[str, int]:
@@ -93,6 +122,7 @@ class Manifest:
             "manifest_id": self.manifest_id,
             "splits": self.splits,
             "settings": self.settings,
+            **({"parent": self.parent, "additions": [asdict(a) for a in self.additions]} if self.additions else {}),
             "shards": [asdict(s) for s in self.shards],
             "wids_version": 1,
             "shardlist": [
@@ -117,6 +147,11 @@ class Manifest:
             raise ConfigError(f"{folder}: {_why_no_manifest(folder)}", path=folder) from None
         except OSError as error:
             raise FormatError(describe(error), path=path) from None
+        return Manifest.parse(raw, path)
+
+    @staticmethod
+    def parse(raw: bytes, path: Path | str) -> "Manifest":
+        """The manifest in ``raw``, which was read from ``path``. Raises FormatError, as ``load`` does."""
         try:
             content = json.loads(raw)
         except ValueError as error:
@@ -134,7 +169,7 @@ def _why_no_manifest(folder: Path) -> str:
     return f"has no {NAME}, so it is not a shard folder; give the folder that a build wrote to"
 
 
-def _parse(path: Path, content: Any) -> Manifest:
+def _parse(path: Path | str, content: Any) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise FormatError(f"{path}: its format is {found!r}, expected {FORMAT!r}; another tool wrote it", path=path)
@@ -147,10 +182,17 @@ def _parse(path: Path, content: Any) -> Manifest:
     try:
         shards = tuple(_entry(s) for s in content["shards"])
         settings, stored_id = dict(content["settings"]), content["manifest_id"]
+        additions = tuple(_addition(a) for a in content.get("additions", ()))
     except (KeyError, TypeError, ValueError, ShardsError) as error:
         detail = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise FormatError(f"{path}: {detail}; {RESTORE}", path=path) from None
-    manifest = Manifest(shards, settings)
+    manifest = Manifest(shards, settings, additions)
+    if content.get("parent") != manifest.parent:
+        raise FormatError(
+            f"{path}: parent is {content.get('parent')!r}, its additions give {manifest.parent!r}; it was changed after the "
+            f"build, {RESTORE}",
+            path=path,
+        )
     if stored_id != manifest.manifest_id:
         raise FormatError(
             f"{path}: manifest_id is {stored_id}, its shards give {manifest.manifest_id}; "
@@ -158,6 +200,12 @@ def _parse(path: Path, content: Any) -> Manifest:
             path=path,
         )
     return manifest
+
+
+def _addition(values: Mapping[str, Any]) -> Addition:
+    if not isinstance(values["parent"], str) or not _ID.fullmatch(values["parent"]):
+        raise ValueError(f"parent of an addition is {values['parent']!r}, expected a manifest_id")
+    return Addition(values["parent"], dict(values["settings"]))
 
 
 def _entry(values: Mapping[str, Any]) -> ShardEntry:

@@ -16,6 +16,7 @@ def folder_stats(folder: Path) -> dict[str, Any]:
     manifest = Manifest.load(folder)
     return {
         "manifest_id": manifest.manifest_id,
+        **({"parent": manifest.parent} if manifest.parent else {}),
         "splits": {split: split_stats(SplitReader(folder, split, manifest)) for split in manifest.splits},
     }
 

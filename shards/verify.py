@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from shards.manifest import NAME, Manifest, ShardEntry
 from shards.reader import MismatchError, SampleMeta, checked_payloads, parse_meta
 
 MAX_SHOWN = 120  # characters of a value
+PENDING = "pending.json"  # in .build: names of the shards that an addition is putting in place
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,35 @@ def verify(folder: Path) -> list[Finding]:
         ConfigError, FormatError: the manifest itself cannot be read.
     """
     manifest = Manifest.load(folder)
-    findings = [*_check_manifest(folder, manifest), *_strangers(folder, manifest)]
+    names = [path.name for path in folder.glob("*.tar")]
+    findings = verify_manifest(manifest, (folder / NAME).read_bytes(), names, folder / ".build")
+    for entry in manifest.shards:
+        findings += verify_shard(folder, entry)
+    return [*findings, *verify_keys(folder, manifest)]
+
+
+def verify_manifest(manifest: Manifest, raw: bytes, names: Iterable[str], remembered: Path) -> list[Finding]:
+    """Findings in manifest.json itself, whose bytes are ``raw``; ``names`` are those of the tars beside it."""
+    return [
+        *_check_manifest(manifest, raw, remembered),
+        *_check_parents(manifest),
+        *_strangers(manifest, names, remembered),
+    ]
+
+
+def verify_shard(folder: Path, entry: ShardEntry) -> list[Finding]:
+    """Findings in one shard: its index, its sample list and every byte of its tar."""
+    findings: list[Finding] = []
+    lines = _meta_lines(folder, entry, findings)
+    return [*findings, *_check_index(folder, entry, lines), *_check_tar(folder, entry, lines)]
+
+
+def verify_keys(folder: Path, manifest: Manifest) -> list[Finding]:
+    """Keys that are in the dataset twice; reads the sample lists only."""
+    findings: list[Finding] = []
     seen: dict[str, str] = {}
     for entry in manifest.shards:
-        lines = _meta_lines(folder, entry, findings)
-        findings += _check_index(folder, entry, lines)
-        findings += _check_tar(folder, entry, lines)
-        for meta in filter(None, lines):
+        for meta in filter(None, _meta_lines(folder, entry, [])):
             if meta.key in seen:
                 problem = f"the key is in {seen[meta.key]} too; keys must be unique over the dataset"
                 findings.append(Finding(entry.name, meta.key, problem))
@@ -51,16 +74,25 @@ def verify(folder: Path) -> list[Finding]:
     return findings
 
 
-def _check_manifest(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+def _check_parents(manifest: Manifest) -> Iterator[Finding]:
+    """What was added to keeps its shards, in front: their hashes give the parent's id again."""
+    for addition in manifest.additions:
+        if manifest.num_shards_of(addition.parent) is None:
+            yield Finding(
+                NAME, None, f"its parent is {addition.parent}, but no number of its first shards is that dataset"
+            )
+
+
+def _check_manifest(manifest: Manifest, raw: bytes, remembered_in: Path) -> Iterator[Finding]:
     """Every field, also those that repeat what the shards say; the settings against those that the build remembers."""
-    found, expected = json.loads((folder / NAME).read_bytes()), json.loads(manifest.to_json())
+    found, expected = json.loads(raw), json.loads(manifest.to_json())
     for name in dict.fromkeys((*expected, *found)):
         if found.get(name) != expected.get(name):
             yield Finding(
                 NAME, None, f"{name} is {_short(found.get(name))}, its shards give {_short(expected.get(name))}"
             )
     try:
-        remembered = json.loads((folder / ".build" / "settings.json").read_bytes())
+        remembered = json.loads((remembered_in / "settings.json").read_bytes())
     except (OSError, ValueError):  # not copied along, or not the build's any more
         return
     for name, value in manifest.settings.items():
@@ -74,12 +106,20 @@ def _short(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def _strangers(folder: Path, manifest: Manifest) -> Iterator[Finding]:
-    listed = {shard.name for shard in manifest.shards}
-    for path in sorted(folder.glob("*.tar")):
-        if path.name not in listed:
-            problem = "is not in the manifest; remove it, or readers that go by file names will read it"
-            yield Finding(path.name, None, problem, stranger=True)
+def _strangers(manifest: Manifest, names: Iterable[str], remembered: Path) -> Iterator[Finding]:
+    known = {shard.name for shard in manifest.shards} | _being_added(remembered)
+    for name in sorted(set(names) - known):
+        problem = "is not in the manifest; remove it, or readers that go by file names will read it"
+        yield Finding(name, None, problem, stranger=True)
+
+
+def _being_added(remembered: Path) -> set[str]:
+    """Tars that an addition has put in place and whose manifest it is about to write, or was when it was killed."""
+    try:
+        names = json.loads((remembered / PENDING).read_bytes())["shards"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return set(names)
 
 
 def _meta_lines(folder: Path, entry: ShardEntry, findings: list[Finding]) -> list[SampleMeta | None]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shards.hashing import mix64, slot_digest, text64
-from shards.manifest import Manifest
+from shards.manifest import Addition, Manifest, ShardEntry
 from shards.order import Order, OrderSettings
 from shards.sample import Sample
 from shards.stream import Stream
@@ -66,6 +66,12 @@ def write_folder(folder: Path) -> Manifest:
     return manifest
 
 
+def addition(built: Manifest) -> Manifest:
+    """The golden dataset with one more shard, of which only the entry is there."""
+    more = ShardEntry("train-000001.tar", "train", 2, 4096, "1" * 64, "2" * 64, "3" * 64)
+    return Manifest((*built.shards, more), built.settings, (Addition(built.manifest_id, {"build": {"seed": 0}}),))
+
+
 def hash_values() -> dict[str, Any]:
     """Values of every function in hashing.py."""
     inputs = [(), (0,), (1,), (-1,), (2**64 - 1,), (2**64,), (7, 0, 0), (7, 0, 1), (7, 1, 0), (-3, 5, 2**40, 11)]
@@ -110,6 +116,7 @@ def _sha256(indices: np.ndarray[Any, Any]) -> str:
 
 
 if __name__ == "__main__":
-    write_folder(HERE / "shards")
+    built = write_folder(HERE / "shards")
+    (HERE / "addition.json").write_bytes(addition(built).to_json())
     (HERE / "hash.json").write_text(json.dumps(hash_values(), indent=1) + "\n")
     (HERE / "order.json").write_text(json.dumps(order_values(), separators=(",", ":")).replace("},", "},\n") + "\n")

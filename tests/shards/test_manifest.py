@@ -1,12 +1,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from shards.errors import ConfigError, FormatError
-from shards.manifest import Manifest, ShardEntry
+from shards.manifest import Addition, Manifest, ShardEntry
 
 A = ShardEntry("train-000000.tar", "train", 10, 4096, "aa", "bb", "cc")
 B = ShardEntry("val-000000.tar", "val", 3, 2048, "dd", "ee", "ff")
@@ -96,5 +97,40 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, raw: bytes, message: str) -> None:
     (tmp_path / "manifest.json").write_bytes(raw)
+    with pytest.raises(FormatError, match=message):
+        Manifest.load(tmp_path)
+
+
+def test_an_addition_names_its_parent_and_keeps_its_shards_in_front(tmp_path: Path) -> None:
+    first = Manifest((A,), {"seed": 1})
+    second = Manifest((A, B), {"seed": 1}, (Addition(first.manifest_id, {"seed": 2}),))
+    second.save(tmp_path)
+    loaded = Manifest.load(tmp_path)
+    assert loaded == second
+    assert loaded.parent == first.manifest_id != loaded.manifest_id
+    assert loaded.num_shards_of(first.manifest_id) == 1
+    assert loaded.num_shards_of(loaded.manifest_id) == 2
+    assert loaded.num_shards_of("0" * 64) is None
+    assert "parent" not in json.loads(first.to_json())
+
+
+def test_golden_manifest_of_an_addition(golden: Path, remake: ModuleType) -> None:
+    """SHARD FORMAT: the fields that an addition adds; those of a dataset built in one go stay what they were."""
+    added = remake.addition(Manifest.load(golden / "shards"))
+    assert added.to_json() == (golden / "addition.json").read_bytes()
+    assert Manifest.parse((golden / "addition.json").read_bytes(), "addition.json") == added
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parent": "0" * 64}, "parent is '0000.*, its additions give"),
+        ({"additions": [{"parent": "x", "settings": {}}]}, "parent of an addition is 'x', expected a manifest_id"),
+        ({"additions": [{"parent": "0" * 64}]}, "'settings' is missing"),
+    ],
+)
+def test_a_changed_parent_is_refused(golden: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    content = {**json.loads((golden / "addition.json").read_bytes()), **change}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(FormatError, match=message):
         Manifest.load(tmp_path)

@@ -1,0 +1,81 @@
+"""A shard folder at ``s3://``, ``gs://`` or ``https://``: what is asked for is fetched, and nothing stays here."""
+
+import hashlib
+import json
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from shards import ustar
+from shards.errors import ConfigError, DamagedSampleError, FormatError, ShardsError, counted
+from shards.find import COCO_DIGITS
+from shards.index import REBUILD
+from shards.manifest import NAME, Manifest, ShardEntry
+from shards.reader import MismatchError, SampleMeta, checked_payloads, parse_meta
+from shards.remote import Remote
+from shards.sample import Sample
+from shards.verify import Finding, verify_keys, verify_manifest, verify_shard
+
+
+class RemoteShards:
+    """A dataset at an address.
+
+    Raises:
+        ConfigError: there is none. FormatError: its manifest is damaged. RemoteError: the store does not answer.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.remote = Remote(location)
+        try:
+            self._raw = self.remote.read(NAME)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.remote}: has no {NAME}, so it is no shard folder, or its build has not ended; check the address"
+            ) from None
+        self.manifest = Manifest.parse(self._raw, f"{self.remote}/{NAME}")
+
+    def verify(self) -> list[Finding]:
+        """What ``shards.verify`` finds; needs room for one shard, and the sample lists of all."""
+        names = [name for name in self.remote.list() if name.endswith(".tar") and "/" not in name]
+        with tempfile.TemporaryDirectory(prefix="xctrain-") as temporary:
+            folder = Path(temporary)
+            findings = verify_manifest(self.manifest, self._raw, names, folder)
+            for entry in self.manifest.shards:
+                for name in (entry.name, entry.idx_name, entry.meta_name):
+                    with suppress(FileNotFoundError):  # which is what verify then finds
+                        self.remote.fetch(name, folder / name)
+                findings += verify_shard(folder, entry)
+                (folder / entry.name).unlink(missing_ok=True)
+            return [*findings, *verify_keys(folder, self.manifest)]
+
+    def find(self, key: str) -> tuple[ShardEntry, int, SampleMeta, Sample]:
+        """A sample by its key: shard, number in it, line of the sample list, checked content.
+
+        Raises:
+            ShardsError: there is no such key. FormatError: a list or the sample is damaged.
+        """
+        for entry in self.manifest.shards:
+            raw = self.remote.read(entry.meta_name)
+            if (found := hashlib.sha256(raw).hexdigest()) != entry.meta_sha256:
+                raise FormatError(
+                    f"{self.remote}/{entry.meta_name}: sha256 is {found}, the manifest says {entry.meta_sha256}; {REBUILD}"
+                )
+            for name in dict.fromkeys((key, key.zfill(COCO_DIGITS) if key.isdigit() else key)):
+                at = raw.find(b'{"key":"%s",' % name.encode("utf-8", "replace"))
+                if at >= 0:  # lines have one width, so the place tells the number
+                    meta = parse_meta(raw[at : raw.index(b"\n", at)])
+                    return entry, at * entry.num_samples // len(raw), meta, self._read(entry, meta)
+        number = counted(sum(self.manifest.splits.values()), "sample")
+        raise ShardsError(f"{self.remote}: key {key} is not among its {number}", key=key)
+
+    def _read(self, entry: ShardEntry, meta: SampleMeta) -> Sample:
+        start = meta.parts[0].offset - ustar.BLOCK
+        stop = meta.parts[-1].offset + ustar.padded(meta.parts[-1].num_bytes)
+        try:
+            payloads = checked_payloads(meta, self.remote.read(entry.name, start, stop), start)
+        except MismatchError as error:
+            raise DamagedSampleError(
+                f"{self.remote}/{entry.name}: {meta.key}: {error}; {REBUILD}", key=meta.key
+            ) from None
+        extension = meta.parts[0].name
+        return Sample(meta.key, payloads[extension], extension, json.loads(payloads["json"]))
