@@ -18,9 +18,10 @@ import numpy as np
 
 from pipelines import report
 from pipelines.config import BuildConfig, FilterConfig
-from pipelines.errors import BuildError, RejectShareError
+from pipelines.errors import BuildError, RejectShareError, system_error
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import fingerprint, seen
+from pipelines.hold import Hold
 from pipelines.images import Images, open_images
 from pipelines.measure import Picture, measure
 from pipelines.plan import Plan, make_plan, require_images
@@ -29,8 +30,8 @@ from pipelines.records import id_order, key_of
 from pipelines.sources import open_sources
 from pipelines.spool import FACTS, Numbers, Spool
 from pipelines.state import SETTINGS, State, shard_files, write_result
-from pipelines.workers import Workers
-from shards.atomic import write_file, written_aside
+from pipelines.workers import Processes, Threads, Workers
+from shards.atomic import publish, write_file, written_aside
 from shards.errors import ConfigError, counted, describe
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
@@ -96,6 +97,7 @@ class Build:
             raise ConfigError(describe(error), path=error.filename) from None
         self.planned: Plan
         self._held = ExitStack()
+        self.hold: Hold
         self.workers: Workers
 
     def _read_input(self) -> None:
@@ -112,8 +114,10 @@ class Build:
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            lock = held.enter_context(self.state.locked())
-            self.workers = Workers(self.config.build.num_processes, lock)
+            self.hold = held.enter_context(self.state.locked())
+            limit = self.config.build.num_processes
+            threads = self.config.build.runner == "threads"
+            self.workers = Threads(limit, self.hold, JOBS) if threads else Processes(limit, self.hold)
             held.callback(self.state.sweep)
             held.callback(self.workers.close)
             if not self.state.published:  # else the folder is still what those settings made of it
@@ -160,16 +164,32 @@ class Build:
 
     def write_order(self, name: str) -> Path:
         """Write what a build process is to do for one shard; another machine may read it too."""
-        target = self.state.target
+        target = self.state.target.absolute()
         about = {"folder": str(target), "result": str(self.state.results(target) / f"{name}.json")}
         return self.state.write(f"slices/{name}.json", self.planned.order(self._pieces[name], about))
 
     def build_shard(self, name: str, progress: Progress = lambda count: None) -> dict[str, int]:
-        """Build one planned shard in a build process; for threads. Counts of what became of its records."""
+        """Build one planned shard by ``workers``; for threads. Counts of what became of its records."""
         path = self.write_order(name)
-        counts: dict[str, int] = self.workers.call("build", {"slice": str(path)}, progress)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(count)
+
+        try:
+            counts: dict[str, int] = self.workers.call("build", {"slice": str(path)}, advance)
+        except BaseException:
+            progress(-done)  # it is tried again from its first record
+            raise
         path.unlink()
         return counts
+
+    def stop(self) -> None:
+        """End all that works for this build, here and elsewhere."""
+        self.workers.close()
+        self.hold.release()
 
     def publish(self) -> Summary:
         """Make the folder the dataset that was built; the manifest comes last.
@@ -199,6 +219,8 @@ class Build:
             files |= report.files(self.config, self.planned.splits, manifest, results, folders)
             self._replace(files, staged, stale)
         shutil.rmtree(self.state.next, ignore_errors=True)
+        for order in self.state.slices.glob("*.json"):
+            order.unlink()
         left = () if self.config.build.overwrite else tuple(stale)
         return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, left)
 
@@ -286,19 +308,23 @@ def _facts(data: bytes, limits: FilterConfig) -> bytes:
 
 
 def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, int]:
-    """Write one planned shard and record it as finished. A pure function of the slice: same records, same bytes."""
+    """Write one planned shard and record it as finished. A pure function of the slice: same records, same bytes.
+
+    ``attempt``: folder to write in, where another machine may be at the same shard; what is whole is moved from there.
+    """
     order = json.loads(Path(arguments["slice"]).read_bytes())
+    folder = Path(arguments.get("attempt") or order["folder"])
     try:
-        return _build_slice(order, progress)
+        return _build_slice(order, folder, progress)
     except OSError as error:  # a failing write names no file
         error.filename = error.filename or str(Path(order["folder"]) / f"{order['name']}.tar")
-        raise BuildError(f"{describe(error)}; finished shards are kept", path=error.filename) from None
+        raise system_error(error) from None
 
 
-def _build_slice(order: Mapping[str, Any], progress: Progress) -> dict[str, int]:
+def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> dict[str, int]:
     limits = FilterConfig.model_validate(order["limits"])
     images = [open_images(spec) for spec in order["images"]]
-    folder = Path(order["folder"])
+    target = Path(order["folder"])
     rejects: list[dict[str, Any]] = []
     stats: dict[str, Counter[str]] = {}
     records = iter(order["records"])
@@ -323,7 +349,10 @@ def _build_slice(order: Mapping[str, Any], progress: Progress) -> dict[str, int]
         "rejects": rejects,
         "stats": {name: dict(counts) for name, counts in stats.items()},
     }
-    write_result(Path(order["result"]), folder, result)
+    if folder != target:
+        for name in shard_files(entry):
+            publish(folder / name, target / name)
+    write_result(Path(order["result"]), target, result)
     return {"kept": entry["num_samples"] if entry else 0, "rejected": len(rejects)}
 
 

@@ -74,9 +74,25 @@ class RunConfig(Settings):
         1000, ge=1, description="Records in a slice, rejected ones included. 1,000 COCO images make a tar of 160 MB."
     )
     seed: int = Field(0, ge=0, description="Seed of the hash order in which records are put before they are cut.")
-    processes: int | Literal["auto"] = Field(
-        "auto", description="Processes that build shards; auto is one for each CPU that this process may use."
+    runner: Literal["processes", "threads", "dask", "ray"] = Field(
+        "processes",
+        description="What builds the shards: processes or threads of this machine, or a Dask or Ray cluster (extras dask "
+        "and ray). The bytes are the same. Processes: a decoder that crashes then costs one shard, not the build.",
     )
+    address: str | None = Field(
+        None,
+        description="Scheduler of the Dask or Ray cluster, such as tcp://HOST:8786 or ray://HOST:10001. Default none: a "
+        "cluster of its own on this machine, for the time of the build.",
+    )
+    processes: int | Literal["auto"] = Field(
+        "auto",
+        description="Processes or threads that build shards on this machine; auto is one for each CPU that this process may "
+        "use. With address, the cluster has its own number and this one is for hashing files.",
+    )
+    retries: int = Field(
+        2, ge=0, description="Times that a shard is tried again after an error that may pass: a killed process, a disk or "
+        "server that failed. Two outlast a short fault; what fails three times needs a person.",
+    )  # fmt: skip
     overwrite: bool = Field(
         False, description="Accept changed settings in a folder that holds a build; off, such a build is refused."
     )
@@ -90,7 +106,16 @@ class RunConfig(Settings):
     def _at_least_one(self) -> "RunConfig":
         if self.processes != "auto" and self.processes < 1:
             raise ValueError(f"processes is {self.processes}, expected auto or at least 1")
+        if self.address is not None and not self.remote:
+            raise ValueError(
+                f"address is {self.address!r}, runner is {self.runner}; give runner=dask or runner=ray with it"
+            )
         return self
+
+    @property
+    def remote(self) -> bool:
+        """Whether shards are built by processes that this one has not started itself."""
+        return self.runner in ("dask", "ray")
 
     @property
     def num_processes(self) -> int:

@@ -1,10 +1,25 @@
 """Errors of the build that a user can cause."""
 
-from shards.errors import UserError
+import errno
+
+from shards.errors import UserError, describe
+
+# What the system says of disks, servers and connections that may be well again a moment later.
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EINTR", "EIO",
+        "ENETDOWN", "ENETRESET", "ENETUNREACH", "ENOLINK", "EPIPE", "EREMOTEIO", "ESTALE", "ETIMEDOUT",
+    )
+)  # fmt: skip
 
 
 class BuildError(UserError):
     """Base of what goes wrong while a build runs."""
+
+
+class PassingError(BuildError):
+    """What may be gone at the next try: a killed process, a disk or server that failed. ``build.retries`` tries again."""
 
 
 class RejectShareError(BuildError):
@@ -19,3 +34,10 @@ class InterruptedBuildError(BuildError):
 
 class DownloadError(BuildError):
     """A file could not be fetched, or is not the one that was asked for. What came of it is kept."""
+
+
+def system_error(error: OSError) -> BuildError:
+    """What the system refused while a shard was built, as an error that says whether it may pass."""
+    passing = isinstance(error, ConnectionError | TimeoutError) or error.errno in _PASSING
+    kind = PassingError if passing else BuildError
+    return kind(f"{describe(error)}; finished shards are kept", path=error.filename)

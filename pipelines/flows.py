@@ -1,26 +1,53 @@
 """The build as a Prefect flow: one task run per shard; tasks pass names and counts. Work is done by ``Build``."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-from prefect import flow, task
+from prefect import flow, get_client, get_run_logger, runtime, task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.settings import PREFECT_API_URL
 from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import BaseModel
 
-from pipelines import prefect_api
+from pipelines import cluster, prefect_api, remote
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
-from pipelines.progress import progress_bar
-from pipelines.run import await_each
+from pipelines.errors import PassingError
+from pipelines.progress import Progress, progress_bar
+from pipelines.retries import delays_s
+from pipelines.run import each_result
+
+IN_FLIGHT = 256  # tasks that wait at a cluster, whose size can change; more than any small cluster works at
 
 
-def _task(function: Callable[..., Any], name: str, run_name: str | None = None) -> Any:
-    """Prefect's caching, result storage and retries stay off: only the shard folder knows what is finished."""
-    return task(name=name, task_run_name=run_name, cache_policy=NO_CACHE, persist_result=False, retries=0)(function)
+def _task(function: Callable[..., Any], name: str, run_name: str | None = None, retries: int = 0) -> Any:
+    """Prefect's caching and result storage stay off: only the shard folder knows what is finished."""
+    options = {"cache_policy": NO_CACHE, "persist_result": False}
+    retrying = {"retries": retries, "retry_delay_seconds": delays_s(retries), "retry_condition_fn": _may_pass}
+    return task(name=name, task_run_name=run_name, **options, **(retrying if retries else {}))(function)  # type: ignore[call-overload]
+
+
+def _may_pass(task: object, run: TaskRun, state: State[Any]) -> bool:
+    return isinstance(state.data, PassingError)
+
+
+def _described(model: type[BaseModel]) -> Callable[[Any], Any]:
+    """Add the descriptions of the config's fields to a flow's docstring, from which Prefect's form takes them."""
+
+    def describe(function: Any) -> Any:
+        lines = [f"    {name}: {field.description}" for name, field in model.model_fields.items()]
+        function.__doc__ = "\n".join([function.__doc__, "", "Args:", *lines])
+        return function
+
+    return describe
 
 
 @flow(name="build-shards", persist_result=False, retries=0, validate_parameters=True)
+@_described(BuildConfig)
 def build_shards(
     source: SourceConfig | str,
     out: Path,
@@ -28,25 +55,96 @@ def build_shards(
     build: RunConfig = RunConfig(),  # noqa: B008 - frozen, and the default that Prefect's form shows
     filters: FilterConfig = FilterConfig(),  # noqa: B008
 ) -> dict[str, Any]:
-    """COCO Captions to filtered, NaN-checked WebDataset shards. The parameters are the fields of the build config."""
+    """COCO Captions to filtered, NaN-checked WebDataset shards. The parameters are the fields of the build config.
+
+    Of build and filters, fields that are not given keep what the deployment says of them.
+    """
     prefect_api.end_with_server()
     prefect_api.say_in_one_paragraph()
     config = BuildConfig.model_validate(
-        {"source": source, "out": out, "held_out": held_out, "build": build, "filters": filters}
+        {"source": source, "out": out, "held_out": held_out, **_completed({"build": build, "filters": filters})}
     )
     with Build(config) as job:
         todo: list[str] = _task(job.plan, "plan", "plan")()
-        build_shard = _task(job.build_shard, "build-shard", "{name}")
-        runner: ThreadPoolTaskRunner[dict[str, int]] = ThreadPoolTaskRunner(max_workers=len(job.workers))
-        with progress_bar(job.num_records(todo), "build") as progress, runner:
-            try:
-                await_each(
-                    lambda name: runner.submit(build_shard, {"name": name, "progress": progress}),
-                    todo,
-                    limit=2 * len(job.workers),
-                )
-            except BaseException:
-                job.workers.close()  # before the block waits for the threads, which wait for the build processes
-                raise
+        with progress_bar(job.num_records(todo), "build") as progress:
+            _build_all(job, todo, progress)
         summary: Summary = _task(job.publish, "publish", "publish")()
+    _show(summary)
     return summary.to_json()
+
+
+def _completed(given: dict[str, BaseModel]) -> dict[str, Any]:
+    """Each section with what it does not name as the deployment has it, where a deployment is what runs."""
+    sections: dict[str, Any] = {name: section.model_dump(exclude_unset=True) for name, section in given.items()}
+    if not (identifier := runtime.deployment.id):
+        return sections
+    with get_client(sync_client=True) as client:
+        shipped = client.read_deployment(identifier).parameters
+    for name, fields in sections.items():
+        if added := {field: value for field, value in (shipped.get(name) or {}).items() if field not in fields}:
+            fields.update(added)
+            settings = ", ".join(f"{name}.{field}={value}" for field, value in added.items())
+            get_run_logger().info(f"as in the deployment: {settings}")
+    return sections
+
+
+def _build_all(job: Build, todo: list[str], progress: Progress) -> None:
+    """Build every shard, here or on a cluster."""
+    config = job.config.build
+    if not todo:
+        return
+    runner: Any
+    if config.remote:
+        cluster.require_reachable_api(config, str(PREFECT_API_URL.value()))
+        runner = cluster.task_runner(config)
+        shard, limit = _task(build_elsewhere, "build-shard", "{name}", config.retries), IN_FLIGHT
+        same = {"run": job.hold.run, "expected": remote.versions()}
+    else:
+        runner = ThreadPoolTaskRunner(max_workers=len(job.workers))
+        shard, limit = _task(job.build_shard, "build-shard", "{name}", config.retries), 2 * len(job.workers)
+
+    def submit(name: str) -> Any:
+        if config.remote:
+            return runner.submit(shard, {"name": name, "order": str(job.write_order(name).absolute()), **same})
+        return runner.submit(shard, {"name": name, "progress": progress})
+
+    with cluster.errors_in_words(config) if config.remote else nullcontext(), runner:
+        try:
+            for counts in each_result(submit, todo, limit):
+                if config.remote:
+                    progress(sum(counts.values()))
+        except BaseException:
+            job.stop()  # before the block waits for what is at work
+            raise
+
+
+def build_elsewhere(name: str, order: str, run: str, expected: dict[str, str]) -> dict[str, int]:
+    """``remote.build_shard`` in a worker of a cluster, whose own log says no more than that of a build here."""
+    prefect_api.say_what_matters()
+    return remote.build_shard(name, order, run, expected)
+
+
+def _show(summary: Summary) -> None:
+    """The result on the run's page."""
+    reasons = sorted(summary.rejected.items(), key=lambda pair: (-pair[1], pair[0]))
+    rows = [
+        *((f"kept, {split}", count) for split, count in summary.splits.items()),
+        *(("rejected, " + r, n) for r, n in reasons),
+    ]
+    page = (summary.out / "report.html").resolve()
+    create_markdown_artifact(
+        key="build-report",
+        description=f"{summary.out}: manifest {summary.manifest_id[:16]}",
+        markdown="\n".join(
+            [
+                f"## {summary.out}",
+                "| records | number |",
+                "| --- | ---: |",
+                *(f"| {name} | {number:,} |" for name, number in rows),
+                "",
+                f"Pictures and histograms: [{page}]({page.as_uri()}), on the machine that built it.",
+                "",
+                f"manifest_id `{summary.manifest_id}`" + (", nothing has changed" if summary.unchanged else ""),
+            ]
+        ),
+    )

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.errors import BuildError
+from pipelines.retries import trying_again
 from shards.errors import ConfigError, UserError
 
 ANSWER_S = 10  # patience with an API that should be there
@@ -104,6 +105,8 @@ def say_in_one_paragraph() -> None:
     said: list[BaseException] = []
 
     def shorten(record: logging.LogRecord) -> bool:
+        if _is_retry(record):
+            return True
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, UserError):
             return True
@@ -126,8 +129,7 @@ def api() -> Iterator[str]:
     """
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_worth_a_line)
+    say_what_matters()
     if url := PREFECT_API_URL.value():
         require_answer(url)
         yield url
@@ -139,16 +141,34 @@ def api() -> Iterator[str]:
             _send_what_waits()
 
 
+def say_what_matters() -> None:
+    """Leave out the lines of Prefect's that say nothing new to who has started a build."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_worth_a_line)
+
+
 def _worth_a_line(record: logging.LogRecord) -> bool:
     """Of a run started here: no lines per task, which the bar shows, no traceback of what the caller reports itself, and
     no link, as the embedded API has no pages."""
-    return (
+    return _is_retry(record) or (
         record.name != "prefect.task_runs"
         and not record.exc_info
         # a build that was stopped is no crash, and its command says so
         and not record.getMessage().startswith(("Crash detected", "Finished in state Crashed"))
         and not record.getMessage().startswith("View at http://127.0.0.1")
     )
+
+
+def _is_retry(record: logging.LogRecord) -> bool:
+    """Whether Prefect says here that it tries a task again; that is put in our words."""
+    if getattr(record, "retry", False):
+        return True
+    if not (record.name == "prefect.task_runs" and "Retry %s/%s" in str(record.msg) and isinstance(record.args, tuple)):
+        return False
+    _, error, attempt, retries, _ = record.args
+    record.msg = trying_again(str(getattr(record, "task_run_name", "")), error, attempt, retries)
+    record.args, record.retry = (), True
+    return True
 
 
 def _send_what_waits() -> None:

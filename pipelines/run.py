@@ -1,14 +1,19 @@
 """Ways to run a build: without any orchestration, or as a Prefect flow."""
 
+import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from pipelines import prefect_api
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig
-from pipelines.progress import progress_bar
+from pipelines.errors import PassingError
+from pipelines.progress import Progress, progress_bar
+from pipelines.retries import delays_s, trying_again
+from shards.errors import ConfigError
 
 
 class Pending(Protocol):
@@ -18,7 +23,16 @@ class Pending(Protocol):
 
 
 def run_plain(config: BuildConfig) -> Summary:
-    """Build with nothing but this process and its build processes."""
+    """Build with nothing but this process and its build processes.
+
+    Raises:
+        ConfigError: the config asks for other machines, which only a flow can give work to.
+    """
+    if config.build.remote:
+        raise ConfigError(
+            f"build.runner is {config.build.runner}, which runs through Prefect; leave out --plain, or give "
+            "build.runner=processes"
+        )
     with Build(config) as job:
         todo = job.plan()
         with (
@@ -26,21 +40,33 @@ def run_plain(config: BuildConfig) -> Summary:
             ThreadPoolExecutor(config.build.num_processes) as threads,
         ):
             try:
-                await_each(lambda name: threads.submit(job.build_shard, name, progress), todo, 2 * len(job.workers))
+                for _ in each_result(
+                    lambda name: threads.submit(_build_shard, job, name, progress), todo, 2 * len(job.workers)
+                ):
+                    pass
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
-                job.workers.close()  # before the block waits for the threads, which wait for the build processes
+                job.stop()  # before the block waits for the threads, which wait for the build processes
                 raise
         return job.publish()
 
 
+def _build_shard(job: Build, name: str, progress: Progress) -> dict[str, int]:
+    """A shard, tried again as often as the config says; in a flow this is Prefect's work."""
+    retries = job.config.build.retries
+    for attempt, delay_s in enumerate(delays_s(retries), 1):
+        try:
+            return job.build_shard(name, progress)
+        except PassingError as error:
+            print(trying_again(name, error, attempt, retries), file=sys.stderr)
+            time.sleep(delay_s)
+    return job.build_shard(name, progress)
+
+
 def run_with_prefect(config: BuildConfig) -> Summary:
     """The same as a Prefect flow run, on the API in ``PREFECT_API_URL`` or on an embedded one."""
-    job = Build(config)  # wrong input is said before anything is started
-    if job.state.published:
-        with job:
-            if not job.plan():
-                return job.publish()  # nothing to orchestrate
+    if done := _already_done(config):
+        return done
     prefect_api.prepare_environment()
     prefect_api.require_home()
     with prefect_api.api():
@@ -50,12 +76,22 @@ def run_with_prefect(config: BuildConfig) -> Summary:
         return Summary.from_json(build_shards(**fields))
 
 
-def await_each(submit: Callable[[str], Pending], names: Iterable[str], limit: int) -> None:
-    """Submit every name and wait for all, at most ``limit`` at a time: a submitted task costs memory until it ran."""
+def _already_done(config: BuildConfig) -> Summary | None:
+    """The summary if there is nothing to orchestrate. Wrong input is said here, before anything is started."""
+    job = Build(config)
+    if job.state.published:
+        with job:
+            if not job.plan():
+                return job.publish()
+    return None
+
+
+def each_result(submit: Callable[[str], Pending], names: Iterable[str], limit: int) -> Iterator[Any]:
+    """Submit every name; results in order. At most ``limit`` at a time: a submitted task costs memory until it ran."""
     in_flight: deque[Pending] = deque()
     for name in names:
         in_flight.append(submit(name))
         if len(in_flight) >= limit:
-            in_flight.popleft().result()
-    for future in in_flight:
-        future.result()
+            yield in_flight.popleft().result()
+    while in_flight:
+        yield in_flight.popleft().result()

@@ -5,19 +5,19 @@
 .build/slices/NAME.json    a shard that is being built: its records
 .build/results/NAME.json   a finished shard: digest of its records, manifest entry, rejections, statistics
 .build/next/               finished shards and results that replace published ones, until all of them are finished
+.build/attempts/           shards that other machines are writing
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import time
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipelines.errors import BuildError
+from pipelines.hold import Hold, held
 from pipelines.plan import Slice
 from shards.atomic import write_file
 from shards.errors import ConfigError, UserError
@@ -26,7 +26,6 @@ from shards.manifest import Manifest, ShardEntry
 from shards.sample import canonical_json
 
 SETTINGS = "settings.json"
-LOCK_PATIENCE_S = 10  # workers of a killed build end within moments
 
 
 class State:
@@ -37,6 +36,7 @@ class State:
         self.folder = out / ".build"
         self.slices = self.folder / "slices"
         self.next = self.folder / "next"
+        self.attempts = self.folder / "attempts"
 
     def check(self, settings: Mapping[str, Any], overwrite: bool) -> None:
         """Refuse a folder that is not this build's. Changes nothing.
@@ -82,32 +82,22 @@ class State:
                 )
 
     @contextmanager
-    def locked(self) -> Iterator[Path]:
-        """Hold the folder; the block gets the lock's path, which workers hold as well.
+    def locked(self) -> Iterator[Hold]:
+        """Hold the folder, swept, until the block ends.
 
         Raises:
             BuildError: another build holds it.
         """
-        path = self.folder / "lock"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            deadline = time.monotonic() + LOCK_PATIENCE_S
-            while not _acquire(file.fileno()):
-                if time.monotonic() > deadline:
-                    raise BuildError(
-                        f"{self.out}: another build is at work in this folder; wait for it, or choose another out",
-                        path=self.out,
-                    )
-                time.sleep(0.05)
+        with held(self.out) as hold:
             self.sweep()
-            fcntl.flock(file, fcntl.LOCK_SH)
-            yield path
+            yield hold
 
     def sweep(self) -> None:
         """Remove what a kill left half-written."""
         for folder in (self.out, self.folder, self.slices, self.next, self.folder / "results"):
             for path in folder.glob(".*.tmp"):
                 path.unlink(missing_ok=True)
+        shutil.rmtree(self.attempts, ignore_errors=True)
 
     @property
     def published(self) -> bool:
@@ -168,14 +158,6 @@ class State:
     def write_json(self, name: str, value: Any) -> Path:
         """The same for a value."""
         return self.write(name, canonical_json(value) + b"\n")
-
-
-def _acquire(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def read_json(path: Path) -> Any:

@@ -1,10 +1,9 @@
-"""Build processes: fresh Python processes, one JSON line in, one out. Nothing is forked and nothing is pickled.
+"""Who does a build's jobs: processes of this machine, or threads of this process.
 
-A worker ends when its parent does, however that ends: its standard input closes. Until then it holds the build's lock,
-so that a new build in the same folder waits for the last worker of a killed one.
+A build process is a fresh Python process, one JSON line in, one out; nothing is forked and nothing is pickled. It ends when
+its parent does, however that ends (its standard input closes), and when its build no longer holds the folder.
 """
 
-import fcntl
 import json
 import os
 import queue
@@ -12,22 +11,77 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pipelines.errors import BuildError
+from pipelines.errors import BuildError, PassingError, system_error
+from pipelines.hold import LOST, Hold, lost
 from pipelines.progress import Progress
-from shards.errors import describe
+from shards.errors import UserError
+
+Jobs = Mapping[str, Callable[[Any, Progress], Any]]
 
 
-class Workers:
-    """At most ``limit`` processes, started when first needed. ``call`` is for threads: each call occupies one process."""
+class Workers(Protocol):
+    """``call`` is for threads, as many as ``len``: it returns once the job is done."""
 
-    def __init__(self, limit: int, lock: Path) -> None:
+    def __len__(self) -> int: ...
+
+    def call(self, job: str, arguments: Mapping[str, Any], progress: Progress = lambda count: None) -> Any:
+        """What ``job`` returns for ``arguments``.
+
+        Raises:
+            PassingError: a process was killed, or a disk or server failed.
+            BuildError: the job failed over something else that a user can cause.
+        """
+
+    def close(self) -> None:
+        """End every job, those at work too. Safe to call twice."""
+
+
+class Threads:
+    """Jobs in the threads that call. ``close`` ends them at their next sign of progress."""
+
+    def __init__(self, limit: int, hold: Hold, jobs: Jobs) -> None:
         self._limit = limit
-        self._lock_path = lock
+        self._hold = hold
+        self._jobs = jobs
+        self._closed = False
+        self._quiet = ExitStack()
+        # Each job silences Pillow for itself; between threads such switches get mixed up, so it stays silent throughout.
+        self._quiet.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+
+    def __len__(self) -> int:
+        return self._limit
+
+    def call(self, job: str, arguments: Mapping[str, Any], progress: Progress = lambda count: None) -> Any:
+        def go_on(count: int) -> None:
+            if self._closed:
+                raise _stopped()
+            self._hold.require()
+            progress(count)
+
+        go_on(0)
+        try:
+            return self._jobs[job](arguments, go_on)
+        except OSError as error:
+            raise system_error(error) from None
+
+    def close(self) -> None:
+        self._closed = True
+        self._quiet.close()
+
+
+class Processes:
+    """At most ``limit`` processes, started when first needed. Each call occupies one; a killed one is replaced."""
+
+    def __init__(self, limit: int, hold: Hold) -> None:
+        self._limit = limit
+        self._hold = hold
         self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(limit):
             self._free.put(None)
@@ -39,26 +93,21 @@ class Workers:
         return self._limit
 
     def call(self, job: str, arguments: Mapping[str, Any], progress: Progress = lambda count: None) -> Any:
-        """What ``job`` returns for ``arguments``, computed in a worker.
-
-        Raises:
-            BuildError: the job failed over something a user can cause, or its process was killed.
-        """
         process = self._free.get()
         try:
             process = process or self._start()
             return self._exchange(process, {"job": job, "arguments": arguments}, progress)
         finally:
-            self._free.put(process)
+            self._free.put(process if process and process.poll() is None else None)
 
     def _start(self) -> subprocess.Popen[str]:
         root = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         with self._mutex:
             if self._closed:
-                raise BuildError("the build was stopped")
+                raise _stopped()
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipelines.workers", str(self._lock_path)],
+                [sys.executable, "-m", "pipelines.workers", str(self._hold.folder), self._hold.run],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -79,20 +128,21 @@ class Workers:
             if "progress" in reply:
                 progress(reply["progress"])
             elif "error" in reply:
-                raise BuildError(reply["error"])
+                raise (PassingError if reply["passing"] else BuildError)(reply["error"])
             elif "bug" in reply:
                 raise RuntimeError(f"in a build process:\n{reply['bug']}")
             else:
                 return reply["result"]
         if self._closed:
-            raise BuildError("the build was stopped")
+            raise _stopped()
         code = process.wait()
+        if code == LOST:
+            raise lost(self._hold.folder)
         ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         hint = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
-        raise BuildError(f"a build process {ending}{hint}; run the build again, finished shards are kept")
+        raise PassingError(f"a build process {ending}{hint}; run the build again, finished shards are kept")
 
     def close(self) -> None:
-        """End every worker, those at work too. Safe to call twice."""
         with self._mutex:
             self._closed = True
         for process in self._started:
@@ -105,12 +155,15 @@ class Workers:
         self._started.clear()
 
 
-def serve(lock: Path, jobs: Mapping[str, Callable[[Any, Progress], Any]]) -> None:
+def _stopped() -> BuildError:
+    return BuildError("the build was stopped")
+
+
+def serve(hold: Hold, jobs: Jobs) -> None:
     """The worker's side: answer requests from standard input until it closes."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library that prints must not write into the replies
-    held = lock.open("rb")
-    fcntl.flock(held, fcntl.LOCK_SH)
+    hold.join()
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
 
@@ -122,10 +175,11 @@ def serve(lock: Path, jobs: Mapping[str, Callable[[Any, Progress], Any]]) -> Non
         request = json.loads(requests.get())
         try:
             reply(result=jobs[request["job"]](request["arguments"], lambda count: reply(progress=count)))
-        except BuildError as error:
-            reply(error=str(error))
+        except UserError as error:
+            reply(error=str(error), passing=isinstance(error, PassingError))
         except OSError as error:
-            reply(error=f"{describe(error)}; finished shards are kept")
+            failed = system_error(error)
+            reply(error=str(failed), passing=isinstance(failed, PassingError))
         except Exception:  # noqa: BLE001 - a bug, shown in the parent with this process's traceback
             import traceback
 
@@ -141,4 +195,4 @@ def _listen(requests: "queue.Queue[str]") -> None:
 if __name__ == "__main__":
     from pipelines import build
 
-    serve(Path(sys.argv[1]), build.JOBS)
+    serve(Hold(Path(sys.argv[1]), sys.argv[2]), build.JOBS)

@@ -5,9 +5,10 @@ import json
 import struct
 import subprocess
 import sys
+import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pipelines import prefect_api
 from pipelines.config import BuildConfig
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -164,3 +166,31 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., "subproce
         )
 
     return start
+
+
+@pytest.fixture(scope="session")
+def embedded_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """URL and home of one embedded Prefect API for all tests; its start takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("prefect")
+        for name, value in {**prefect_api.ENVIRONMENT, "PREFECT_HOME": str(home)}.items():
+            patch.setenv(name, value)
+        patch.delenv("PREFECT_API_URL", raising=False)
+        with prefect_api.embedded_api() as url:
+            yield url, home
+
+
+@pytest.fixture
+def ask(embedded_api: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], Any]:
+    """Put a question to the Prefect API that flows of this test run on."""
+    url, home = embedded_api
+    for name, value in {**prefect_api.ENVIRONMENT, "PREFECT_HOME": str(home), "PREFECT_API_URL": url}.items():
+        monkeypatch.setenv(name, value)
+
+    def answer(path: str, question: Any) -> Any:
+        body = json.dumps(question).encode()
+        request = urllib.request.Request(f"{url}{path}", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return json.load(reply)
+
+    return answer

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -100,9 +101,8 @@ def test_a_signal_ends_the_build_and_the_same_command_goes_on(command, config_fi
     assert data_files(out) == reference
 
 
-def test_a_killed_build_process_is_an_error_that_names_the_signal(command, config_file, reference, data_files):
-    out = config_file.parent / "out"
-    process = command("build", config_file, "--plain")
+def kill_build_processes(process, out):
+    """SIGKILL to the processes that are at a shard."""
     while not list((out / ".build" / "slices").glob("*.json")):
         time.sleep(0.01)
     workers = []
@@ -110,9 +110,28 @@ def test_a_killed_build_process_is_an_error_that_names_the_signal(command, confi
         workers = _children(process.pid)
     for pid in workers:
         _kill(pid)
+
+
+def test_the_shard_of_a_killed_build_process_is_tried_again(command, config_file, reference, data_files):
+    out = config_file.parent / "out"
+    process = command("build", config_file, "--plain")
+    kill_build_processes(process, out)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    killed = r"a build process was killed by signal 9 \(the kernel does that when memory runs out\)"
+    assert re.search(rf"^train-00000\d: {killed}; trying again \(1 of 2\)$", errors, re.MULTILINE), errors
+    assert data_files(out) == reference
+
+
+def test_without_retries_a_killed_build_process_is_an_error_that_names_the_signal(
+    command, config_file, reference, data_files
+):
+    out = config_file.parent / "out"
+    process = command("build", config_file, "--plain", "build.retries=0")
+    kill_build_processes(process, out)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "a build process was killed by signal 9 (the kernel does that when memory runs out)" in errors
+    assert "a build process was killed by signal 9 (the kernel does that when memory runs out); run the" in errors
     goes_on(command, config_file)
     assert data_files(out) == reference
     assert read_json(out / ".build" / "settings.json")

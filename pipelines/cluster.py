@@ -1,0 +1,117 @@
+"""Prefect's own task runners for Dask and Ray, found by ``build.address`` or started for the time of a build."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from pipelines.config import RunConfig
+from pipelines.errors import BuildError
+from shards.errors import ConfigError, UserError
+
+ANSWER_S = 10
+LIBRARIES = ("asyncio", "concurrent", "dask", "distributed", "grpc", "ray", "tornado")
+LOCAL = ("127.0.0.1", "::1", "localhost")
+START = {"dask": "`dask scheduler` and `dask worker`", "ray": "`ray start --head`"}
+
+
+def task_runner(config: RunConfig) -> Any:
+    """The task runner that ``config`` asks for.
+
+    Raises:
+        ConfigError: its library is not installed, or nothing answers at the address.
+    """
+    if config.address and config.address != "auto":
+        _require_answer(config)
+    try:
+        return _dask(config) if config.runner == "dask" else _ray(config)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"build.runner is {config.runner}, the package {error.name} is not installed; "
+            f"pip install 'xctrain[{config.runner}]', here and on every worker"
+        ) from None
+
+
+def _dask(config: RunConfig) -> Any:
+    from prefect_dask import DaskTaskRunner
+
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    if config.address:
+        return DaskTaskRunner(address=config.address)
+    kwargs = {"n_workers": config.num_processes, "threads_per_worker": 1, "dashboard_address": ":0"}
+    return DaskTaskRunner(cluster_kwargs=kwargs)
+
+
+def _ray(config: RunConfig) -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from prefect_ray import RayTaskRunner
+
+    quiet = {"logging_level": "warning", "log_to_driver": False}
+    if config.address:
+        return RayTaskRunner(address=config.address, init_kwargs=quiet)
+    return RayTaskRunner(init_kwargs={**quiet, "num_cpus": config.num_processes, "include_dashboard": False})
+
+
+def _place(address: str) -> tuple[str, int]:
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise ConfigError(f"build.address is {address!r}, expected one such as tcp://HOST:8786 or ray://HOST:10001")
+    return host, port
+
+
+def _require_answer(config: RunConfig) -> None:
+    host, port = _place(str(config.address))
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"build.address is {config.address}, but nothing answers there ({error.strerror or error}); start that cluster "
+            f"({START[config.runner]}), or leave build.address out, which uses a cluster of its own on this machine"
+        ) from None
+
+
+def require_reachable_api(config: RunConfig, url: str) -> None:
+    """Check that workers on other machines can reach the Prefect API at ``url``.
+
+    Raises:
+        ConfigError: they cannot, as it listens on this machine alone.
+    """
+    if config.address in (None, "auto") or _place(str(config.address))[0] in LOCAL:
+        return
+    if urlsplit(url).hostname in LOCAL:
+        raise ConfigError(
+            f"build.address is {config.address}, whose workers report to the Prefect API, but that one ({url}) can only be "
+            "reached from this machine; start a server that they can reach and set PREFECT_API_URL to it"
+        )
+
+
+@contextmanager
+def errors_in_words(config: RunConfig) -> Iterator[None]:
+    """Turn what the cluster's library raises over lost workers and connections into an error of the build.
+
+    Raises:
+        BuildError: says what happened.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        raise BuildError(
+            f"a worker of the cluster has no Python package {error.name}; install the same xctrain there as here"
+        ) from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in LIBRARIES:
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise BuildError(
+            f"the {config.runner} cluster lost the work ({what}); see that its workers live and have memory, then run the "
+            "build again, finished shards are kept"
+        ) from None
