@@ -12,6 +12,7 @@ from shards.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from shards.manifest import Manifest
+    from shards.verify import Finding
 
 MAX_SHOWN = 20  # findings printed per file; --json gives all
 
@@ -40,6 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--out", type=Path, metavar="FILE", help="write the picture there (or into this folder)")
     add("verify", verify_folder, "Recheck every byte against the manifest; exit code 1 if anything differs.")
     add("stats", print_stats, "Sizes of pictures, captions, flags, and balance of the shards.")
+    index = add("index", index_tars, "Make tars that another tool wrote readable here; they keep their bytes.")
+    index.add_argument(
+        "--split", action="append", metavar="NAME=PATTERN", help="which tars are which split (default train=*.tar)"
+    )
+    index.add_argument(
+        "--captions", choices=("txt", "caption", "json"), help="member with the captions (default: the first there is)"
+    )
     plan = add("plan", print_plan, "Say what a run over a split would do, and what it would refuse (exit code 2).")
     plan.add_argument("--split", help="default: each split")
     plan.add_argument("--global-batch", type=int, default=64, metavar="B", help="samples per step (default 64)")
@@ -55,11 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def list_shards(arguments: argparse.Namespace) -> int:
     """Table of shards with totals."""
-    from dataclasses import asdict
-
     manifest = _manifest(arguments.folder)
     if arguments.json:
-        shards = [asdict(s) for s in manifest.shards]
+        shards = [s.to_dict() for s in manifest.shards]
         parent = {"parent": manifest.parent} if manifest.parent else {}
         _print_json({"manifest_id": manifest.manifest_id, **parent, "splits": manifest.splits, "shards": shards})
         return 0
@@ -132,14 +138,7 @@ def verify_folder(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({"ok": not findings, "findings": [asdict(f) for f in findings]})
         return 1 if findings else 0
-    shown: dict[str, int] = {}
-    for finding in findings:
-        shown[finding.path] = shown.get(finding.path, 0) + 1
-        if shown[finding.path] <= MAX_SHOWN:
-            print(finding)
-    for path, count in shown.items():
-        if count > MAX_SHOWN:
-            print(f"{path}: {counted(count - MAX_SHOWN, 'more finding')}; --json lists them")
+    shown = _print_findings(findings)
     samples = f"{counted(sum(manifest.splits.values()), 'sample')} in {counted(len(manifest.shards), 'shard')}"
     if findings:
         advice = [
@@ -152,6 +151,49 @@ def verify_folder(arguments: argparse.Namespace) -> int:
         print(f"{found}, {samples}; {'; '.join(filter(None, advice))}")
         return 1
     print(f"ok: {samples}, every byte as the manifest says")
+    return 0
+
+
+def _print_findings(findings: "Sequence[Finding]") -> dict[str, int]:
+    """The first findings of each file; how many each has."""
+    shown: dict[str, int] = {}
+    for finding in findings:
+        shown[finding.path] = shown.get(finding.path, 0) + 1
+        if shown[finding.path] <= MAX_SHOWN:
+            print(finding)
+    for path, count in shown.items():
+        if count > MAX_SHOWN:
+            print(f"{path}: {counted(count - MAX_SHOWN, 'more finding')}; --json lists them")
+    return shown
+
+
+def index_tars(arguments: argparse.Namespace) -> int:
+    """Index, sample list and manifest for foreign tars, or all that is wrong with them."""
+    from dataclasses import asdict
+
+    from shards.indexing import index_folder
+
+    if isinstance(arguments.folder, str):
+        raise ConfigError(f"{arguments.folder}: index writes beside the tars; run it on a local copy and upload that")
+    splits = dict(text.partition("=")[::2] for text in arguments.split or ())
+    if not all(splits.values()):
+        raise ConfigError(f"--split is {' '.join(arguments.split)}, expected NAME=PATTERN, such as train=train-*.tar")
+    manifest, findings = index_folder(arguments.folder, splits, arguments.captions)
+    if arguments.json:
+        ids = {} if findings else {"manifest_id": manifest.manifest_id, "splits": manifest.splits}
+        _print_json({"ok": not findings, **ids, "findings": [asdict(f) for f in findings]})
+        return 1 if findings else 0
+    if findings:
+        shown = _print_findings(findings)
+        found = f"{counted(len(findings), 'finding')} in {counted(len(shown), 'tar')}"
+        print(
+            f"{found}, no manifest was written; mend or remove them, or let the build read the tars, which rejects what is "
+            "wrong one by one and writes shards of its own"
+        )
+        return 1
+    samples = ", ".join(f"{split} {counted(number, 'sample')}" for split, number in manifest.splits.items())
+    captions = manifest.settings["indexed"]["captions"]
+    print(f"indexed: {samples} in {counted(len(manifest.shards), 'shard')}, captions from .{captions}")
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shards.errors import FormatError, ShardsError, counted, describe
+from shards.foreign import key_of
 from shards.index import REBUILD
 from shards.manifest import Manifest, ShardEntry
 from shards.reader import SplitReader
@@ -23,7 +24,7 @@ def find_key(folder: Path, manifest: Manifest, key: str) -> tuple[SplitReader, i
         FormatError: the index or the sample list that would tell is damaged.
     """
     damaged: list[FormatError] = []
-    for name in dict.fromkeys((key, key.zfill(COCO_DIGITS) if key.isdigit() else key)):
+    for name in dict.fromkeys((key, key.zfill(COCO_DIGITS) if key.isdigit() else key, key_of(key))):
         wanted = b'{"key":"%s",' % name.encode("utf-8", "replace")
         for split in manifest.splits:
             first = 0

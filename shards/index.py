@@ -21,7 +21,7 @@ def pack_index(offsets: Sequence[int]) -> bytes:
     return np.asarray(offsets, dtype="<u8").tobytes()
 
 
-def read_index(path: Path, num_samples: int, tar_bytes: int) -> NDArray[np.int64]:
+def read_index(path: Path, num_samples: int, tar_bytes: int, foreign: bool = False) -> NDArray[np.int64]:
     """The N + 1 offsets in ``path``, checked against what the manifest says of the tar.
 
     Shapes: int64 [num_samples + 1].
@@ -40,19 +40,22 @@ def read_index(path: Path, num_samples: int, tar_bytes: int) -> NDArray[np.int64
             f"{path}: has {len(raw)} bytes, expected {expected} for {num_samples} samples; {REBUILD}", path=path
         )
     offsets = np.frombuffer(raw, dtype="<u8").astype(np.int64)
-    if problem := index_problem(offsets, tar_bytes):
+    if problem := index_problem(offsets, tar_bytes, foreign):
         raise FormatError(f"{path}: {problem}; {REBUILD}", path=path)
     return offsets
 
 
-def index_problem(offsets: NDArray[np.int64], tar_bytes: int) -> str | None:
-    """What is impossible about these offsets in a tar of ``tar_bytes`` bytes, or None."""
-    if offsets[0] != 0:
+def index_problem(offsets: NDArray[np.int64], tar_bytes: int, foreign: bool = False) -> str | None:
+    """What is impossible about these offsets in a tar of ``tar_bytes`` bytes, or None.
+
+    Another tool's (``foreign``) may begin with members of no sample, and end with more zeros than it needs.
+    """
+    if offsets[0] != 0 and not foreign:
         return f"the first sample begins at {offsets[0]}, expected 0"
     (bad,) = np.nonzero((np.diff(offsets) < 2 * BLOCK) | (offsets[1:] % BLOCK != 0))
     if bad.size:
         i = int(bad[0])
         return f"sample {i} spans bytes {offsets[i]} to {offsets[i + 1]}, expected whole blocks of {BLOCK}, two or more"
-    if offsets[-1] + len(END) != tar_bytes:
+    if offsets[-1] + BLOCK > tar_bytes if foreign else offsets[-1] + len(END) != tar_bytes:
         return f"the last sample ends at {offsets[-1]}, expected {tar_bytes - len(END)} in a tar of {tar_bytes} bytes"
     return None

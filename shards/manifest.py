@@ -23,7 +23,10 @@ _SPLIT_NAME = re.compile(r"[0-9A-Za-z_-]+")
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What the manifest says of one shard; hashes are sha256 in hex, ``num_bytes`` is the tar's size."""
+    """What the manifest says of one shard; hashes are sha256 in hex, ``num_bytes`` is the tar's size.
+
+    ``foreign``: another tool wrote the tar, `python -m shards index` the files beside it; see foreign.py.
+    """
 
     name: str
     split: str
@@ -32,12 +35,17 @@ class ShardEntry:
     sha256: str
     idx_sha256: str
     meta_sha256: str
+    foreign: bool = False
 
     def __post_init__(self) -> None:
         if not _SHARD_NAME.fullmatch(self.name):
             raise ShardsError(f"shard name {self.name!r}: expected SPLIT-NNNNNN.tar, without folders")
         if not _SPLIT_NAME.fullmatch(self.split):
             raise ShardsError(f"split {self.split!r} of {self.name}: expected letters, digits, _ or -")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields; without ``foreign`` where the build wrote the tar, so that such a dataset keeps its id."""
+        return {name: value for name, value in asdict(self).items() if name != "foreign" or value}
 
     @property
     def idx_name(self) -> str:
@@ -72,7 +80,7 @@ class Manifest:
     @property
     def manifest_id(self) -> str:
         """Names the dataset: sha256 over the ordered shards, hashes included. Order and position are relative to it."""
-        return hashlib.sha256(canonical_json([VERSION, [asdict(s) for s in self.shards]])).hexdigest()
+        return hashlib.sha256(canonical_json([VERSION, [s.to_dict() for s in self.shards]])).hexdigest()
 
     @property
     def parent(self) -> str | None:
@@ -83,7 +91,7 @@ class Manifest:
         """How many leading shards are the dataset of that id, as an ancestor's are; None if no such number is."""
         digest = hashlib.sha256(b"[%d,[" % VERSION)
         for number, shard in enumerate(self.shards):
-            digest.update(b"," * bool(number) + canonical_json(asdict(shard)))
+            digest.update(b"," * bool(number) + canonical_json(shard.to_dict()))
             prefix = digest.copy()
             prefix.update(b"]]")
             if prefix.hexdigest() == manifest_id:
@@ -123,7 +131,7 @@ class Manifest:
             "splits": self.splits,
             "settings": self.settings,
             **({"parent": self.parent, "additions": [asdict(a) for a in self.additions]} if self.additions else {}),
-            "shards": [asdict(s) for s in self.shards],
+            "shards": [s.to_dict() for s in self.shards],
             "wids_version": 1,
             "shardlist": [
                 {"url": s.name, "nsamples": s.num_samples, "filesize": s.num_bytes, "dataset": s.split}
@@ -165,7 +173,10 @@ def _why_no_manifest(folder: Path) -> str:
     if not folder.is_dir():
         return f"is a file, expected the folder that holds {NAME}"
     if any(folder.glob("*.tar")) or any(folder.glob(".*.tmp")):
-        return f"has no {NAME} yet, so its build did not end; run the build again, it goes on where it stopped"
+        return (
+            f"has no {NAME} yet, so its build did not end; run the build again, it goes on where it stopped; or, if another "
+            f"tool wrote the tars, run `python -m shards index {folder}`"
+        )
     return f"has no {NAME}, so it is not a shard folder; give the folder that a build wrote to"
 
 
@@ -215,4 +226,6 @@ def _entry(values: Mapping[str, Any]) -> ShardEntry:
     for name in ("num_samples", "num_bytes"):
         if type(values[name]) is not int or values[name] < 0:
             raise ValueError(f"{name} of shard {values['name']!r} is {values[name]!r}, expected a count")
-    return ShardEntry(**{spec.name: values[spec.name] for spec in fields(ShardEntry)})
+    if not isinstance(foreign := values.get("foreign", False), bool):
+        raise ValueError(f"foreign of shard {values['name']!r} is {foreign!r}, expected true or nothing")
+    return ShardEntry(**{spec.name: values[spec.name] for spec in fields(ShardEntry) if spec.name in values})

@@ -1,7 +1,6 @@
 """A shard folder at ``s3://``, ``gs://`` or ``https://``: what is asked for is fetched, and nothing stays here."""
 
 import hashlib
-import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -9,9 +8,10 @@ from pathlib import Path
 from shards import ustar
 from shards.errors import ConfigError, DamagedSampleError, FormatError, ShardsError, counted
 from shards.find import COCO_DIGITS
+from shards.foreign import key_of
 from shards.index import REBUILD
 from shards.manifest import NAME, Manifest, ShardEntry
-from shards.reader import MismatchError, SampleMeta, checked_payloads, parse_meta
+from shards.reader import MismatchError, SampleMeta, checked_sample, parse_meta
 from shards.remote import Remote
 from shards.sample import Sample
 from shards.verify import Finding, verify_keys, verify_manifest, verify_shard
@@ -60,7 +60,7 @@ class RemoteShards:
                 raise FormatError(
                     f"{self.remote}/{entry.meta_name}: sha256 is {found}, the manifest says {entry.meta_sha256}; {REBUILD}"
                 )
-            for name in dict.fromkeys((key, key.zfill(COCO_DIGITS) if key.isdigit() else key)):
+            for name in dict.fromkeys((key, key.zfill(COCO_DIGITS) if key.isdigit() else key, key_of(key))):
                 at = raw.find(b'{"key":"%s",' % name.encode("utf-8", "replace"))
                 if at >= 0:  # lines have one width, so the place tells the number
                     meta = parse_meta(raw[at : raw.index(b"\n", at)])
@@ -69,13 +69,12 @@ class RemoteShards:
         raise ShardsError(f"{self.remote}: key {key} is not among its {number}", key=key)
 
     def _read(self, entry: ShardEntry, meta: SampleMeta) -> Sample:
-        start = meta.parts[0].offset - ustar.BLOCK
-        stop = meta.parts[-1].offset + ustar.padded(meta.parts[-1].num_bytes)
+        start, stop = meta.span
+        if not entry.foreign:
+            start, stop = start - ustar.BLOCK, ustar.padded(stop)
         try:
-            payloads = checked_payloads(meta, self.remote.read(entry.name, start, stop), start)
+            return checked_sample(meta, self.remote.read(entry.name, start, stop), start, entry.foreign)
         except MismatchError as error:
             raise DamagedSampleError(
                 f"{self.remote}/{entry.name}: {meta.key}: {error}; {REBUILD}", key=meta.key
             ) from None
-        extension = meta.parts[0].name
-        return Sample(meta.key, payloads[extension], extension, json.loads(payloads["json"]))

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shards import ustar
+from shards import foreign, ustar
 from shards.errors import DamagedSampleError, FormatError, describe
 from shards.index import REBUILD, read_index
 from shards.manifest import Manifest, ShardEntry
@@ -32,13 +32,19 @@ class Part:
 
 @dataclass(frozen=True)
 class SampleMeta:
-    """One line of meta.jsonl; width and height in pixels."""
+    """One line of meta.jsonl; width and height in pixels. ``member``: in a foreign tar, the picture's name there."""
 
     key: str
     parts: tuple[Part, ...]
     width: int
     height: int
     flags: tuple[str, ...]
+    member: str = ""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """From the first to the last payload byte that is read, as places in the tar."""
+        return min(p.offset for p in self.parts), max(p.offset + p.num_bytes for p in self.parts)
 
 
 class SplitReader:
@@ -150,7 +156,7 @@ class OpenShard:
                 f"{entry.name}: has {tar_bytes} bytes, the manifest says {entry.num_bytes}; {REBUILD}",
                 path=self.path,
             )
-        self.offsets = read_index(folder / entry.idx_name, entry.num_samples, entry.num_bytes)
+        self.offsets = read_index(folder / entry.idx_name, entry.num_samples, entry.num_bytes, entry.foreign)
         self._meta, meta_bytes = self._opened(folder / entry.meta_name)
         self._width, rest = divmod(meta_bytes, max(1, entry.num_samples))
         if rest or (self._width == 0) != (entry.num_samples == 0):
@@ -188,13 +194,11 @@ class OpenShard:
     def read(self, inside: int) -> Sample:
         """One sample, checked."""
         meta = self.meta(inside)
-        start, stop = int(self.offsets[inside]), int(self.offsets[inside + 1])
+        start, stop = meta.span if self.entry.foreign else (int(self.offsets[inside]), int(self.offsets[inside + 1]))
         try:
-            payloads = checked_payloads(meta, os.pread(self._tar, stop - start, start), start)
+            return checked_sample(meta, os.pread(self._tar, stop - start, start), start, self.entry.foreign)
         except MismatchError as error:
             raise self._damaged(inside, meta.key, str(error)) from None
-        extension = meta.parts[0].name
-        return Sample(meta.key, payloads[extension], extension, json.loads(payloads["json"]))
 
     def read_json(self, inside: int) -> dict[str, Any]:
         """KEY.json of one sample, without touching its picture."""
@@ -203,7 +207,7 @@ class OpenShard:
         payload = os.pread(self._tar, part.num_bytes, part.offset)
         if zlib.crc32(payload) != part.crc32:
             raise self._damaged(inside, meta.key, _crc_differs(f"{meta.key}.{part.name}", payload, part))
-        return dict(json.loads(payload))
+        return _foreign_json(meta, payload) if self.entry.foreign else dict(json.loads(payload))
 
     def _damaged(self, inside: int, key: str | None, what: str) -> DamagedSampleError:
         name = f"sample {inside}" if key is None else f"sample {inside} ({key})"
@@ -212,6 +216,33 @@ class OpenShard:
 
 class MismatchError(Exception):
     """Bytes of a tar are not what meta.jsonl says; the text holds what was found and expected."""
+
+
+def checked_sample(meta: SampleMeta, span: bytes, start: int, is_foreign: bool) -> Sample:
+    """The sample in ``span``, the tar's bytes from ``start`` on: all of its own, or ``meta.span`` if foreign.
+
+    Raises:
+        MismatchError: an offset, a header or a payload is not the one that ``meta`` describes.
+    """
+    extension = meta.parts[0].name
+    if is_foreign:
+        image, captions = (_foreign_payload(meta, part, span, start) for part in meta.parts)
+        return Sample(meta.key, image, extension, _foreign_json(meta, captions))
+    payloads = checked_payloads(meta, span, start)
+    return Sample(meta.key, payloads[extension], extension, json.loads(payloads["json"]))
+
+
+def _foreign_payload(meta: SampleMeta, part: Part, span: bytes, start: int) -> bytes:
+    payload = span[part.offset - start : part.offset - start + part.num_bytes]
+    if len(payload) != part.num_bytes or zlib.crc32(payload) != part.crc32:
+        raise MismatchError(_crc_differs(f"{meta.key}.{part.name}", payload, part))
+    return payload
+
+
+def _foreign_json(meta: SampleMeta, captions: bytes) -> dict[str, Any]:
+    return foreign.make_meta(
+        meta.parts[-1].name, captions, member=meta.member, width=meta.width, height=meta.height, flags=meta.flags
+    )
 
 
 def checked_payloads(meta: SampleMeta, span: bytes, start: int) -> dict[str, bytes]:
@@ -265,4 +296,5 @@ def parse_meta(line: bytes) -> SampleMeta:
     numbers = (values["width"], values["height"], *(n for p in parts for n in (p.offset, p.num_bytes, p.crc32)))
     if not parts or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError("expected parts, and whole numbers for places and sizes")
-    return SampleMeta(values["key"], parts, values["width"], values["height"], tuple(values["flags"]))
+    member = values.get("member", "")
+    return SampleMeta(values["key"], parts, values["width"], values["height"], tuple(values["flags"]), member)

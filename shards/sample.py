@@ -36,7 +36,7 @@ class Sample:
     meta: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if not _KEY.fullmatch(self.key):
+        if not is_key(self.key):
             raise ShardsError(f"key {self.key!r}: expected 1 to {MAX_KEY} of 0-9 a-z _ -", key=self.key)
         if self.extension not in EXTENSIONS:
             raise ShardsError(
@@ -59,10 +59,12 @@ class Sample:
         Raises:
             DamagedSampleError: the bytes are not a whole picture.
         """
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         try:
             with Image.open(io.BytesIO(self.image)) as image:
+                if "orientation" in self.meta:  # of a tar that another tool wrote; the build stores upright pictures
+                    return ImageOps.exif_transpose(image).convert("RGB")
                 return image.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DamagedSampleError(
@@ -70,6 +72,11 @@ class Sample:
                 "run `python -m shards verify` on its folder",
                 key=self.key,
             ) from error
+
+
+def is_key(text: str) -> bool:
+    """Whether the format allows it as a key."""
+    return _KEY.fullmatch(text) is not None
 
 
 def canonical_json(value: Any) -> bytes:

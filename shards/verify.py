@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from shards import ustar
 from shards.errors import counted
 from shards.index import index_problem
 from shards.manifest import NAME, Manifest, ShardEntry
-from shards.reader import MismatchError, SampleMeta, checked_payloads, parse_meta
+from shards.reader import MismatchError, SampleMeta, checked_payloads, checked_sample, parse_meta
 
 MAX_SHOWN = 120  # characters of a value
 PENDING = "pending.json"  # in .build: names of the shards that an addition is putting in place
@@ -156,10 +157,15 @@ def _check_index(folder: Path, entry: ShardEntry, lines: list[SampleMeta | None]
         yield Finding(entry.idx_name, None, f"has {len(raw)} bytes, {expected}")
         return
     offsets = np.frombuffer(raw, "<u8").astype(np.int64)
-    if problem := index_problem(offsets, entry.num_bytes):
+    if problem := index_problem(offsets, entry.num_bytes, entry.foreign):
         yield Finding(entry.idx_name, None, problem)
-    for meta, found in zip(lines, offsets.tolist(), strict=False):
-        if meta and found != _start(meta):
+    for meta, found, end in zip(lines, offsets.tolist(), offsets[1:].tolist(), strict=False):
+        if meta and entry.foreign:
+            if not found < meta.span[0] <= meta.span[1] <= end:
+                where = f"{entry.meta_name} says bytes {meta.span[0]} to {meta.span[1]}"
+                yield Finding(entry.idx_name, meta.key, f"spans bytes {found} to {end}, {where}")
+                return
+        elif meta and found != _start(meta):
             yield Finding(entry.idx_name, meta.key, f"begins at {found}, {entry.meta_name} says {_start(meta)}")
             return
 
@@ -185,6 +191,9 @@ def _check_members(path: Path, entry: ShardEntry, lines: list[SampleMeta | None]
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != entry.sha256:
             yield Finding(entry.name, None, f"sha256 is {found}, the manifest says {entry.sha256}")
+        if entry.foreign:
+            yield from _check_foreign(file, entry, lines)
+            return
         at: int | None = 0
         for meta in lines:
             if meta is None:
@@ -206,6 +215,16 @@ def _check_members(path: Path, entry: ShardEntry, lines: list[SampleMeta | None]
                 key = last.key if last else None
                 expected = f"expected the {len(ustar.END)} zero bytes that end a tar"
                 yield Finding(entry.name, key, f"{len(end)} bytes follow the last sample, {expected}")
+
+
+def _check_foreign(file: BinaryIO, entry: ShardEntry, lines: list[SampleMeta | None]) -> Iterator[Finding]:
+    for meta in filter(None, lines):
+        start, stop = meta.span
+        file.seek(start)
+        try:
+            checked_sample(meta, file.read(stop - start), start, is_foreign=True)
+        except MismatchError as error:
+            yield Finding(entry.name, meta.key, str(error))
 
 
 def _start(meta: SampleMeta) -> int:

@@ -100,7 +100,7 @@ class ShardWriter:
                     "an earlier write failed, run the build again",
                     path=self._tar_path,
                 )
-            idx, meta = pack_index(self._offsets), _same_width(self._lines)
+            idx, meta = pack_index(self._offsets), same_width(self._lines)
             _write_synced(aside(self._idx_path), idx)
             _write_synced(aside(self._meta_path), meta)
             for path in paths:
@@ -125,7 +125,7 @@ def _meta_line(sample: Sample, parts: Sequence[object], flags: Sequence[str]) ->
     return json.dumps(line, separators=(",", ":")).encode("ascii")
 
 
-def _same_width(lines: Sequence[bytes]) -> bytes:
+def same_width(lines: Sequence[bytes]) -> bytes:
     """The lines padded with spaces to one width, so that line i is at i * width and no reader has to scan for it."""
     width = max(map(len, lines), default=0)
     return b"".join(line.ljust(width) + b"\n" for line in lines)
