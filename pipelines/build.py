@@ -27,7 +27,7 @@ from pipelines.measure import Picture, measure
 from pipelines.plan import Plan, make_plan, require_images
 from pipelines.progress import Progress, map_bounded, progress_bar
 from pipelines.records import id_order, key_of
-from pipelines.sources import open_sources
+from pipelines.sources import Origin, open_sources
 from pipelines.spool import FACTS, Numbers, Spool
 from pipelines.state import SETTINGS, State, shard_files, write_result
 from pipelines.workers import Processes, Threads, Workers
@@ -39,6 +39,7 @@ from shards.sample import Sample, canonical_json
 from shards.writer import ShardWriter
 
 PROGRESS_EVERY = 32  # records
+NOT_COMPARED = {"root", "annotations", "images", "path", "split", "expected_counts"}  # of a source, in a rerun
 WHERE = ("place", "source")  # of a record: where its picture is; not in rejects.jsonl
 
 
@@ -108,7 +109,7 @@ class Build:
         self.state = State(config.out)
         self.settings = {
             **config.written_settings,
-            "sources": {str(origin.split): origin.source.location for origin in self.origins},
+            "sources": _described(self.origins),
         }
         self.state.check(self.settings, config.build.overwrite)
 
@@ -221,6 +222,7 @@ class Build:
         shutil.rmtree(self.state.next, ignore_errors=True)
         for order in self.state.slices.glob("*.json"):
             order.unlink()
+        shutil.rmtree(self.state.folder / "images", ignore_errors=True)  # see sources/parquet.py
         left = () if self.config.build.overwrite else tuple(stale)
         return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, left)
 
@@ -271,6 +273,17 @@ class Build:
                     "build again, finished shards are kept",
                     path=path,
                 )
+
+
+def _described(origins: Sequence[Origin]) -> dict[str, Any]:
+    """The sources as a rerun compares them: locations by split, and of what is not COCO how it is read."""
+    found: dict[str, list[Any]] = {}
+    for origin in origins:
+        how = origin.config.model_dump(mode="json", exclude=NOT_COMPARED, exclude_none=True)
+        plain = how == {"kind": "coco"}
+        location = origin.source.location
+        found.setdefault(origin.split or "*", []).append(location if plain else {"location": location, **how})
+    return {split: places[0] if len(places) == 1 else places for split, places in found.items()}
 
 
 def _holds(out: Path, files: Mapping[str, bytes]) -> bool:

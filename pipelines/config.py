@@ -25,21 +25,72 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class SourceConfig(Settings):
-    """Where records come from: a folder in the official COCO layout, or annotations and images given one by one."""
+Locations = Location | tuple[Location, ...]
+Kind = Literal["coco", "karpathy", "jsonl", "csv", "parquet", "webdataset"]
+_NOT_FOR = {  # fields that mean nothing to a kind
+    "coco": ("path", "image_field", "caption_field", "id_field", "split_field", "expected_counts"),
+    "karpathy": ("path", "image_field", "caption_field", "id_field", "split_field"),
+    "jsonl": ("root", "annotations", "expected_counts"),
+    "csv": ("root", "annotations", "expected_counts"),
+    "parquet": ("root", "annotations", "expected_counts"),
+    "webdataset": ("root", "annotations", "images", "expected_counts"),
+}
 
-    kind: Literal["coco"] = Field("coco", description="Format of the source. COCO Captions is the one there is.")
+
+class SourceConfig(Settings):
+    """Where records come from: for COCO a folder in the official layout, or annotations and images; else path."""
+
+    kind: Kind = Field(
+        "coco", description="Format: coco (Captions 2014 or 2017), karpathy (the split file dataset_coco.json), jsonl, csv, "
+        "parquet (Hugging Face datasets too) or webdataset (tars).",
+    )  # fmt: skip
     root: Location | None = Field(
         None,
         description="Folder in the official COCO layout: annotations/captions_train*.json, and images in train2017/, "
         "train2017.zip or images/. Default none: then annotations and images are given.",
     )
-    annotations: Location | None = Field(None, description="Caption file (JSON). Default: found below root.")
-    images: Location | None = Field(
+    annotations: Locations | None = Field(
+        None, description="Caption file (JSON), or a list of them. Default: found below root."
+    )
+    images: Locations | None = Field(
         None,
-        description="Folder of images, or a zip of it, which is read in place. Default: found below root.",
+        description="Folder of images, or a zip of it, which is read in place; a list: one for each file of annotations, or "
+        "all searched. Default: found below root; for jsonl, csv and parquet the folder of path.",
+    )
+    path: Locations | None = Field(
+        None,
+        description="JSONL, CSV, Parquet or tar files: one, a list, a pattern such as data/*.parquet, or a folder of them.",
+    )
+    image_field: str | None = Field(
+        None,
+        description="Column of the image: a path below images, an address, or the bytes. Default: the usual names.",
+    )
+    caption_field: str | None = Field(
+        None, description="Column of the caption or the list of captions. Default: the usual names."
+    )
+    id_field: str | None = Field(
+        None,
+        description="Column of a whole number or text that names the image for ever. Default none: its path does.",
+    )
+    split_field: str | None = Field(
+        None,
+        description="Column of the official split. Default none: the name of the file, such as val.jsonl, says it.",
     )
     split: SplitName = "train"
+    name: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")] | None = Field(
+        None,
+        description="Name in front of every id, for several sources that number their images each for itself. Default none: "
+        "ids count as they stand, as those of COCO 2014 and 2017 do.",
+    )
+    limit: int | None = Field(
+        None, ge=1,
+        description="Most records taken from this source, chosen by a hash of their ids: the same ones each time, and mostly "
+        "the same ones when data are added. Default none: all.",
+    )  # fmt: skip
+    expected_counts: dict[str, int] | None = Field(
+        None,
+        description="Images of each split that the Karpathy file must have. Default: 113,287, 5,000 and 5,000 for COCO.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -48,12 +99,17 @@ class SourceConfig(Settings):
 
     @model_validator(mode="after")
     def _complete(self) -> "SourceConfig":
-        if self.root is None and (self.annotations is None or self.images is None):
-            missing = [name for name in ("annotations", "images") if getattr(self, name) is None]
-            raise ValueError(
-                f"give root (a folder in the official COCO layout), or annotations and images; "
-                f"missing here: root and {' and '.join(missing)}"
-            )
+        if useless := [name for name in _NOT_FOR[self.kind] if getattr(self, name) is not None]:
+            raise ValueError(f"{' and '.join(useless)} mean nothing to kind={self.kind}; remove them")
+        if self.kind in ("coco", "karpathy"):
+            if self.root is None and (self.annotations is None or self.images is None):
+                missing = [name for name in ("annotations", "images") if getattr(self, name) is None]
+                raise ValueError(
+                    f"give root (a folder in the official COCO layout), or annotations and images; "
+                    f"missing here: root and {' and '.join(missing)}"
+                )
+        elif self.path is None:
+            raise ValueError(f"path is missing; give the {self.kind} file, files or folder")
         return self
 
 
@@ -61,6 +117,28 @@ class HeldOutConfig(SourceConfig):
     """A second source of the same shape, whose pictures are kept out of training."""
 
     split: SplitName = "val"
+
+
+class SplitConfig(Settings):
+    """How records are dealt to splits. Every field changes what is written."""
+
+    by: Literal["auto", "source", "official", "hash"] = Field(
+        "auto",
+        description="source: source.split and held_out; official: what the data say (the Karpathy split, a column, names of "
+        "files such as val.jsonl); hash: fractions. auto: official for karpathy and where there is a split_field, else source.",
+    )
+    fractions: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = Field(
+        {"train": 0.98, "val": 0.02},
+        description="Share of each split when by=hash, the one to train on first. A picture's bytes decide, so copies of it "
+        "land together, and it stays where it is when others are added.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of by=hash; another one deals anew.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> "SplitConfig":
+        if abs(sum(self.fractions.values()) - 1) > 1e-9:
+            raise ValueError(f"fractions add up to {sum(self.fractions.values()):g}, expected 1")
+        return self
 
 
 def _processes() -> int:
@@ -175,6 +253,11 @@ class FilterConfig(Settings):
         "what JPEG does to a flat picture; -1 keeps such pictures.",
     )  # fmt: skip
     duplicates: bool = Field(True, description="Reject files with the bytes of another; the lowest image id stays.")
+    leaks: Literal["reject", "fail"] = Field(
+        "reject",
+        description="What becomes of images whose id or bytes are in a later split too: the earlier split, which is the one "
+        "to train on, loses them, or the build fails and names one.",
+    )
     near_duplicate_bits: int | None = Field(
         None, ge=0, le=6,
         description="Reject pictures whose 64-bit perceptual hash differs from that of another in at most this many bits; "
@@ -241,28 +324,53 @@ class FilterConfig(Settings):
     def written(self) -> dict[str, Any]:
         """What manifest and shards say of the filters: a later field only where it is set, so that the bytes and ids of
         builds that do not use it stay what they were."""
-        values = self.model_dump(mode="json")
+        values = self.model_dump(mode="json", exclude={"leaks"})  # which fails a build, or changes nothing
         return {k: v for k, v in values.items() if k in _FIRST_FILTERS or v != type(self).model_fields[k].default}
 
 
 class BuildConfig(Settings):
-    """COCO Captions in, shards out."""
+    """Images with captions in, shards out."""
 
-    source: SourceConfig = Field(description="Records to train on; a path alone means source.root.")
+    source: SourceConfig | None = Field(
+        None, description="Records to train on; a path alone means source.root. Or give sources."
+    )
+    sources: tuple[SourceConfig, ...] = Field((), description="Several sources in one build, instead of source.")
     held_out: HeldOutConfig | Literal["auto", "none"] = Field(
         "auto",
         description="Records for evaluation: a source, none, or auto, which takes captions_val*.json below source.root "
         "where there is one.",
     )
+    split: SplitConfig = Field(default_factory=lambda: SplitConfig(), description="How records are dealt to splits.")
     out: Path = Field(description="Shard folder to write.")
     build: RunConfig = Field(default_factory=lambda: RunConfig(), description="How the build runs.")
     filters: FilterConfig = Field(default_factory=lambda: FilterConfig(), description="What is rejected.")
 
     @model_validator(mode="after")
-    def _splits_differ(self) -> "BuildConfig":
-        if isinstance(self.held_out, HeldOutConfig) and self.held_out.split == self.source.split:
-            raise ValueError(f"held_out.split is {self.held_out.split!r}, as source.split is; choose another name")
+    def _fit_together(self) -> "BuildConfig":
+        if (self.source is None) == (not self.sources):
+            raise ValueError("give source or sources, one of them")
+        held_out = self.held_out if isinstance(self.held_out, HeldOutConfig) else None
+        if held_out and self.split_by != "source":
+            raise ValueError(f"held_out is given, but split.by={self.split_by} makes the splits; set held_out=none")
+        for source in self.all_sources:
+            if held_out and held_out.split == source.split:
+                raise ValueError(f"held_out.split is {held_out.split!r}, as source.split is; choose another name")
+        if self.split_by == "source" and any(s.split_field for s in self.all_sources):
+            raise ValueError("split_field is given, but split.by=source does not use it; set split.by=official")
         return self
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """``source`` or ``sources``, without the held-out one."""
+        return self.sources or ((self.source,) if self.source else ())
+
+    @property
+    def split_by(self) -> Literal["source", "official", "hash"]:
+        """``split.by`` without auto."""
+        if self.split.by != "auto":
+            return self.split.by
+        said = any(source.kind == "karpathy" or source.split_field for source in self.all_sources)
+        return "official" if said else "source"
 
     @property
     def written_settings(self) -> dict[str, Any]:
@@ -270,4 +378,10 @@ class BuildConfig(Settings):
         return {
             "build": {"records_per_shard": self.build.records_per_shard, "seed": self.build.seed},
             "filters": self.filters.written,
+            **({} if self.split_by == "source" else {"split": self._written_split}),
         }
+
+    @property
+    def _written_split(self) -> dict[str, Any]:
+        by = {"by": self.split_by}
+        return {**by, **self.split.model_dump(include={"fractions", "seed"})} if self.split_by == "hash" else by

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from pipelines import cluster, prefect_api, remote
 from pipelines.build import Build, Summary
-from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
+from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig, SplitConfig
 from pipelines.errors import PassingError
 from pipelines.progress import Progress, progress_bar
 from pipelines.retries import delays_s
@@ -49,20 +49,28 @@ def _described(model: type[BaseModel]) -> Callable[[Any], Any]:
 @flow(name="build-shards", persist_result=False, retries=0, validate_parameters=True)
 @_described(BuildConfig)
 def build_shards(
-    source: SourceConfig | str,
     out: Path,
+    source: SourceConfig | str | None = None,
+    sources: tuple[SourceConfig, ...] = (),
     held_out: HeldOutConfig | Literal["auto", "none"] = "auto",
+    split: SplitConfig = SplitConfig(),  # noqa: B008
     build: RunConfig = RunConfig(),  # noqa: B008 - frozen, and the default that Prefect's form shows
     filters: FilterConfig = FilterConfig(),  # noqa: B008
 ) -> dict[str, Any]:
-    """COCO Captions to filtered, NaN-checked WebDataset shards. The parameters are the fields of the build config.
+    """Images with captions to filtered, NaN-checked WebDataset shards. The parameters are the fields of the build config.
 
-    Of build and filters, fields that are not given keep what the deployment says of them.
+    Of split, build and filters, fields that are not given keep what the deployment says of them.
     """
     prefect_api.end_with_server()
     prefect_api.say_in_one_paragraph()
     config = BuildConfig.model_validate(
-        {"source": source, "out": out, "held_out": held_out, **_completed({"build": build, "filters": filters})}
+        {
+            "source": source,
+            "sources": sources,
+            "held_out": held_out,
+            "out": out,
+            **_completed({"split": split, "build": build, "filters": filters}),
+        }
     )
     with Build(config) as job:
         todo: list[str] = _task(job.plan, "plan", "plan")()

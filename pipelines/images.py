@@ -6,7 +6,7 @@ import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -30,19 +30,30 @@ class Images(Protocol):
 
 
 def open_images(spec: ImagesSpec | Path) -> Images:
-    """The images of a source; opened once per process.
+    """The images of a source; opened once per process, and again when a zip has changed.
 
     Raises:
         ConfigError: there is no such path, it holds no files, or it is no zip.
     """
-    return _open(json.dumps(spec, sort_keys=True, default=str))
+    changed_ns = 0
+    if isinstance(spec, str | Path) and Path(spec).is_file():
+        changed_ns = Path(spec).stat().st_mtime_ns
+    return _open(json.dumps(spec, sort_keys=True, default=str), changed_ns)
 
 
 @lru_cache(maxsize=16)
-def _open(text: str) -> Images:
+def _open(text: str, _changed_ns: int) -> Images:
     spec = json.loads(text)
-    assert isinstance(spec, str)
-    return _open_path(Path(spec))
+    if isinstance(spec, str):
+        return _open_path(Path(spec))
+    if spec["kind"] == "tars":
+        return TarImages(Path(spec["folder"]))
+    if spec["kind"] == "parquet":
+        from pipelines.sources.parquet import ParquetImages  # pyarrow is not for everyone
+
+        return ParquetImages(Path(spec["folder"]), spec["column"], Path(spec["cache"]))
+    assert spec["kind"] == "several"
+    return SeveralImages([open_images(place) for place in spec["places"]])
 
 
 def _open_path(path: Path) -> Images:
@@ -132,6 +143,61 @@ class ZipImages:
             return self._zip.read(self._members[str(PurePosixPath(file_name))])
         except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError, zlib.error) as error:
             return Rejection(Reason.UNREADABLE_FILE, _one_line(f"in the zip: {error}").replace(str(self._path), "zip"))
+
+
+class SeveralImages:
+    """Several places that are searched for each file, which must stand in one of them only."""
+
+    def __init__(self, places: Sequence[Images]) -> None:
+        self._places = places
+
+    def stamp(self, file_name: str) -> Stamp | Rejection:
+        found = self._find(file_name)
+        return found if isinstance(found, Rejection) else found[1]
+
+    def read(self, file_name: str) -> bytes | Rejection:
+        found = self._find(file_name)
+        return found if isinstance(found, Rejection) else found[0].read(file_name)
+
+    def _find(self, file_name: str) -> tuple[Images, Stamp] | Rejection:
+        stamps = [(images, images.stamp(file_name)) for images in self._places]
+        found = [(images, stamp) for images, stamp in stamps if not isinstance(stamp, Rejection)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            return Rejection(Reason.MISSING_FILE, f"{len(found)} of the places of images have it; say which is meant")
+        rejections = [stamp for _, stamp in stamps if isinstance(stamp, Rejection)]
+        return next((r for r in rejections if r.reason != Reason.MISSING_FILE), rejections[0])
+
+
+class TarImages:
+    """Members of tars in a folder, by ``TAR:OFFSET:BYTES`` of their content; see sources/webdataset.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, place: str) -> Path:
+        return self._folder / place.rsplit(":", 2)[0]
+
+    def stamp(self, file_name: str) -> Stamp | Rejection:
+        if file_name.endswith(":"):
+            return Rejection(Reason.MISSING_FILE, "the sample has no image")
+        try:
+            status = self._path(file_name).stat()
+        except OSError as error:
+            return _rejected(error)
+        num_bytes = int(file_name.rpartition(":")[2])
+        return num_bytes, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def read(self, file_name: str) -> bytes | Rejection:
+        offset, num_bytes = map(int, file_name.rsplit(":", 2)[1:])
+        try:
+            with self._path(file_name).open("rb", buffering=0) as tar:
+                tar.seek(offset)
+                data = tar.read(num_bytes)
+        except OSError as error:
+            return _rejected(error)
+        return data if len(data) == num_bytes else Rejection(Reason.UNREADABLE_FILE, "the tar ends before it")
 
 
 def _no_file() -> Rejection:

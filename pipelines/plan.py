@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from pipelines.captions import clean_captions
 from pipelines.config import BuildConfig, FilterConfig
+from pipelines.deal import Splits, join_repeated, keep_within_limits
+from pipelines.errors import BuildError
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import seen
 from pipelines.hashes import HashFiles, hash_all
@@ -20,7 +22,7 @@ from pipelines.progress import Progress
 from pipelines.records import Record
 from pipelines.sources import Origin, Source
 from pipelines.spool import Numbers, Spool
-from shards.errors import ConfigError
+from shards.errors import ConfigError, counted
 from shards.sample import canonical_json
 
 VERSION = 1  # raise it when the same records and settings give other bytes; finished shards are then built again
@@ -71,21 +73,22 @@ class Plan:
 
     def _slice(self, name: str, split: PlannedSplit, numbers: Numbers) -> Slice:
         digest = hashlib.sha256()
-        for part in self._content(name, split, numbers):
+        for part in self._content(name, split, self._spool.rows(numbers)):
             digest.update(part)
         return Slice(name, split.name, numbers, digest.hexdigest())
 
-    def _content(self, name: str, split: PlannedSplit, numbers: Numbers) -> Iterator[bytes]:
+    def _content(self, name: str, split: PlannedSplit, rows: Iterator[bytes]) -> Iterator[bytes]:
         """Canonical JSON of all that a shard's bytes depend on."""
         yield b'{"limits":%b,"name":%b,"records":[' % (canonical_json(self._limits), canonical_json(name))
-        for i, row in enumerate(self._spool.rows(numbers, split.source_numbers)):
+        for i, row in enumerate(rows):
             yield b"," + row if i else row
         yield b'],"split":%b,"version":%d}' % (canonical_json(split.name), VERSION)
 
     def order(self, piece: Slice, about: Mapping[str, Any]) -> bytes:
         """What a build process is told: the slice's content, and what is said ``about`` paths."""
         split = next(s for s in self.splits if s.name == piece.split)
-        content = b"".join(self._content(piece.name, split, piece.numbers))
+        rows = self._spool.rows(piece.numbers, split.source_numbers)
+        content = b"".join(self._content(piece.name, split, rows))
         more = {"digest": piece.digest, "images": [s.images for s in split.sources], **about}
         return content[:-1] + b"," + canonical_json(more)[1:]
 
@@ -140,32 +143,45 @@ def make_plan(
 
     What is found out about the files is remembered in ``folder``.
     """
-    names = list(dict.fromkeys(str(origin.split) for origin in origins))
+    splits = Splits(config, origins)
     for number, origin in enumerate(origins):
-        _read(spool, origin, config.filters, number, names.index(str(origin.split)), progress)
+        _read(spool, origin, number, splits, config.filters, progress)
     spool.flush()
+    join_repeated(spool, origins, config.filters)
+    keep_within_limits(spool, origins)
     hash_all(spool, folder / "files.bin", hash_files, seen(config.filters))
+    names = splits.deal(spool)
     _reject_leaks(spool, names)
     if config.filters.duplicates:
         _reject_duplicates(spool)
     if config.filters.near_duplicate_bits is not None:
         _reject_near_duplicates(spool, names, config.filters.near_duplicate_bits)
+    if config.filters.leaks == "fail":
+        _require_no_leaks(spool, names)
     return Plan(config, [_planned(spool, name, i, origins) for i, name in enumerate(names)], spool)
 
 
-def _read(spool: Spool, origin: Origin, limits: FilterConfig, source: int, split: int, progress: Progress) -> None:
-    images = open_images(origin.source.images)
+def _read(spool: Spool, origin: Origin, source: int, splits: Splits, limits: FilterConfig, progress: Progress) -> None:
+    images, name = open_images(origin.source.images), origin.config.name
     for record in origin.source.records():
-        cleaned = clean_captions(record.captions, limits)
-        spool.add(record, cleaned, stamp(images, record), source=source, split=split)
+        split = splits.of(origin, record)
+        if split is None:
+            origin.source.counts["records_without_split"] += 1
+            continue
+        if name:
+            about = {**record.about, "name": name}
+            record = replace(record, image_id=f"{name}-{record.image_id}", about=about)
+        spool.add(record, clean_captions(record.captions, limits), stamp(images, record), source=source, split=split)
         progress(1)
 
 
 def _planned(spool: Spool, name: str, split: int, origins: Sequence[Origin]) -> PlannedSplit:
     numbers = np.flatnonzero(spool.table["split"] == split)
     numbers = numbers[np.argsort(spool.table["order"][numbers], kind="stable")]
-    sources = [(i, origin.source) for i, origin in enumerate(origins) if origin.split == name]
-    counts = sum((source.counts for _, source in sources), Counter[str]())
+    sources = [(i, origin.source) for i, origin in enumerate(origins) if origin.split in (name, None)]
+    # sources that all splits share are counted with the first
+    counted_here = [o.source for o in origins if o.split == name or (o.split is None and split == 0)]
+    counts = sum((source.counts for source in counted_here), Counter[str]())
     return PlannedSplit(name, tuple(s for _, s in sources), tuple(i for i, _ in sources), counts, numbers)
 
 
@@ -174,6 +190,19 @@ def _reject_leaks(spool: Spool, names: Sequence[str]) -> None:
     for split in range(len(names)):
         for other in range(split + 1, len(names)):
             _reject_shared(spool, split, other, names[other])
+
+
+def _require_no_leaks(spool: Spool, names: Sequence[str]) -> None:
+    leaks = np.flatnonzero(spool.verdicts(Reason.SPLIT_LEAK))
+    if len(leaks):
+        first = int(leaks[0])
+        rejection = spool.rejection(first)
+        assert rejection is not None
+        raise BuildError(
+            f"{counted(len(leaks), 'record')} of one split stand in another too, for example {spool.image_id(first)} of "
+            f"split {names[spool.table['split'][first]]}: {rejection.detail}; nothing was published; correct the source, "
+            "or let the earlier split lose them with filters.leaks=reject"
+        )
 
 
 def _reject_shared(spool: Spool, split: int, other: int, name: str) -> None:

@@ -9,13 +9,15 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.captions import CleanCaptions
+from pipelines.captions import CleanCaptions, clean_captions
+from pipelines.config import FilterConfig
 from pipelines.filters import Reason, Rejection
 from pipelines.images import Stamp
 from pipelines.records import ImageId, Record, id_bytes
@@ -35,6 +37,7 @@ ROW = np.dtype(
         ("offset", "<u8"),  # of the text
         ("place_bytes", "<u4"),
         ("text_bytes", "<u4"),
+        ("placed", "?"),  # whether the place is another than the file name
         ("id", "S16"),  # id_bytes
         ("order", "S16"),  # hash by which records are put in order before they are cut into shards
         ("stamp", "S16"),  # hash of place and stamp
@@ -75,42 +78,54 @@ class Spool:
         self._file.close()
 
     def add(
-        self,
-        record: Record,
-        cleaned: CleanCaptions,
-        found: Stamp | Rejection,
-        *,
-        source: int = 0,
-        split: int = 0,
+        self, record: Record, cleaned: CleanCaptions, found: Stamp | Rejection, *, source: int = 0, split: int = 0
     ) -> None:
         """Append a record whose file was found, or why it was not."""
-        text = _text(record, cleaned)
-        place = (record.place if record.place is not None else _plain(record.file_name)).encode(
-            "utf-8", "surrogatepass"
+        place = _place(record)
+        stamp = (
+            b""
+            if isinstance(found, Rejection)
+            else hashlib.blake2b(b"%b\0%a" % (place, found), digest_size=16).digest()
         )
-        rejection = found if isinstance(found, Rejection) else _no_caption(record, cleaned)
         if self._count == len(self._table):
             self._table = np.concatenate([self._table, np.zeros(len(self._table) // 2, ROW)])
         self._table[self._count] = (
-            self._size,
-            len(place),
-            len(text),
+            *self._write(place, _text(record, cleaned)),
+            record.place is not None and record.place != record.file_name,
             id_bytes(record.image_id),
             hashlib.sha256(f"{self._seed}:{record.image_id}".encode("utf-8", "surrogatepass")).digest()[:16],
-            b""
-            if isinstance(found, Rejection)
-            else hashlib.blake2b(b"%b\0%a" % (place, found), digest_size=16).digest(),
+            stamp,
             source,
             split,
             False,
             (b"", 0, False, 0),
-            self.number(rejection),
+            self.number(found if isinstance(found, Rejection) else _no_caption(record, cleaned)),
             -1,
         )
         self._count += 1
+
+    def _write(self, place: bytes, text: bytes) -> tuple[int, int, int]:
+        """Where in the file they begin, and their lengths."""
         self._file.write(place)
         self._file.write(text)
         self._size += len(place) + len(text)
+        return self._size - len(place) - len(text), len(place), len(text)
+
+    def join(self, numbers: Numbers, limits: FilterConfig) -> None:
+        """Give the first of some records the captions of all of them."""
+        rows = [self.record(int(n)) for n in numbers]
+        raw = [c for row in rows for c in (row["captions"] if row["captions_raw"] is None else row["captions_raw"])]
+        first, number = rows[0], int(numbers[0])
+        place = self.place(number) if self._table["placed"][number] else None
+        record = Record(first["image_id"], first["file_name"], tuple(raw), first["about"], place)
+        cleaned = clean_captions(raw, limits)
+        self._file.seek(self._size)
+        where = self._write(_place(record), _text(record, cleaned))
+        self._file.flush()
+        for name, value in zip(("offset", "place_bytes", "text_bytes"), where, strict=True):
+            self._table[name][number] = value
+        if self._table["stamp"][number]:
+            self._table["verdict"][number] = self.number(_no_caption(record, cleaned))
 
     def number(self, rejection: Rejection | None) -> int:
         """The number by which ``verdict`` names a rejection."""
@@ -137,25 +152,36 @@ class Spool:
         row = self._table[number]
         return self._read(row["offset"], row["place_bytes"]).decode("utf-8", "surrogatepass")
 
-    def rows(self, numbers: Numbers, sources: Sequence[int]) -> Iterator[bytes]:
-        """The records as they stand in a shard's order: canonical JSON. ``sources``: those of the split, in order."""
+    def rows(self, numbers: Numbers, sources: Sequence[int] = ()) -> Iterator[bytes]:
+        """The records as they stand in a shard's order, canonical JSON: all that the shard's bytes depend on.
+
+        With ``sources``, those of the split in order, also where the pictures are.
+        """
         table = self._table[numbers]
         sha256 = table["facts"]["sha256"].tobytes().hex()
-        for i, row in enumerate(table):
+        for i, (number, row) in enumerate(zip(numbers.tolist(), table, strict=True)):
             text = self._read(row["offset"] + row["place_bytes"], row["text_bytes"])
             digest = f'"{sha256[64 * i : 64 * i + 64]}"' if row["hashed"] else "null"
-            source = sources.index(row["source"])
-            later = f',"sha256":{digest}' + (f',"source":{source}' if source else "")
-            yield b'%b%b,"verdict":%b}' % (text, later.encode(), self._verdict(row))
+            later = f',"sha256":{digest}'
+            if sources and row["placed"]:
+                later = f',"place":{json.dumps(self.place(number))}{later}'
+            if sources and (source := sources.index(row["source"])):
+                later += f',"source":{source}'
+            verdict = canonical_json(asdict(rejection)) if (rejection := self.rejection(number)) else b"null"
+            yield b'%b%b,"verdict":%b}' % (text, later.encode(), verdict)
 
-    def _verdict(self, row: Any) -> bytes:
-        rejection = self.rejections[row["verdict"]]
-        if rejection is None:
-            return b"null"
-        detail = rejection.detail
-        if row["owner"] >= 0:
-            detail = detail.format(owner=self.image_id(int(row["owner"])))
-        return canonical_json({"detail": detail, "reason": rejection.reason})
+    def rejection(self, number: int) -> Rejection | None:
+        """Why a record was rejected, if it was."""
+        row = self._table[number]
+        rejection: Rejection | None = self.rejections[row["verdict"]]
+        if rejection is None or row["owner"] < 0:
+            return rejection
+        return Rejection(rejection.reason, rejection.detail.format(owner=self.image_id(int(row["owner"]))))
+
+    def verdicts(self, reason: Reason) -> NDArray[np.bool_]:
+        """Which rows are rejected for a reason."""
+        numbers = [i for i, r in enumerate(self.rejections) if r and r.reason == reason]
+        return np.isin(self.table["verdict"], numbers)
 
     def image_id(self, number: int) -> ImageId:
         """The id of a record."""
@@ -178,7 +204,7 @@ class Spool:
 
 
 def _text(record: Record, cleaned: CleanCaptions) -> bytes:
-    """The record in canonical JSON without its last brace; ``sha256``, ``source`` and ``verdict`` sort behind it."""
+    """The record in canonical JSON without its last brace; ``place``, ``sha256``, ``source`` and ``verdict`` sort behind it."""
     raw = [str(c) if isinstance(c, str) else None for c in record.captions]
     row = {
         "image_id": record.image_id,
@@ -188,9 +214,12 @@ def _text(record: Record, cleaned: CleanCaptions) -> bytes:
         "caption_counts": cleaned.counts,
         "about": record.about,
     }
-    if record.place is not None and record.place != row["file_name"]:
-        row["place"] = record.place
     return canonical_json(row)[:-1]
+
+
+def _place(record: Record) -> bytes:
+    place = record.place if record.place is not None else _plain(record.file_name)
+    return place.encode("utf-8", "surrogatepass")
 
 
 def _plain(file_name: Any) -> str:

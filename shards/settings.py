@@ -91,8 +91,9 @@ def _doubled_keys(node: Any, prefix: str) -> Iterator[str]:
 def apply_override(values: dict[str, Any], text: str, model: Any = None) -> None:
     """Set one ``section.field=value`` in nested ``values``.
 
-    A field of ``model`` that is a text or a path takes the value as it stands; an empty one or null means none. For every
-    other the value is read as YAML, such as 3, true or [a, b].
+    A field of ``model`` that is a text, a path or a list of them takes the value as it stands, unless it begins with a
+    bracket where a list may stand; an empty one or null means none. For every other the value is read as YAML, such as 3,
+    true or [a, b].
     """
 
     name, equals, value = text.partition("=")
@@ -115,7 +116,8 @@ def _text_value(model: Any, path: Sequence[str], value: str) -> Any:
 
     annotation = _annotation(model, path)
     kinds = _kinds(annotation)
-    if kinds & {str, Path}:
+    listed = value.startswith("[") and any(map(_is_list, _members(annotation)))
+    if kinds & {str, Path} and not listed:
         none = value in ("", "null") and (type(None) in kinds or (not value and Path in kinds))
         return None if none else value
     try:
@@ -141,9 +143,14 @@ def _annotation(model: Any, path: Sequence[str]) -> Any:
 
 def _kinds(annotation: Any) -> set[Any]:
     """What a field may hold as one value: str, Path, None; empty if it may hold anything else, which YAML can tell."""
-    members = _members(annotation)
+    members = [m for m in _members(annotation) if not _is_list(m)]
     kinds = {Path if isinstance(m, type) and issubclass(m, PurePath) else m for m in members}
     return kinds if kinds <= {str, Path, type(None)} else set()
+
+
+def _is_list(member: Any) -> bool:
+    """Whether it is a list of texts, which on the command line begins with a bracket."""
+    return get_origin(member) is tuple and {m for a in get_args(member)[:1] for m in _members(a)} <= {str, Path}
 
 
 def _members(annotation: Any) -> list[Any]:

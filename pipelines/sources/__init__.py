@@ -1,14 +1,18 @@
 """Where records come from: one reader a format, behind one interface. ``open_sources`` picks them by the config."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from pipelines.config import BuildConfig, HeldOutConfig, SourceConfig
 from pipelines.images import ImagesSpec
 from pipelines.records import Record
 from pipelines.sources import coco
+from pipelines.sources.karpathy import KarpathySource
+from pipelines.sources.table import TableSource
+from pipelines.sources.webdataset import WebdatasetSource
 
 
 class Source(Protocol):
@@ -40,10 +44,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """A source as part of a build. ``split`` is None where the records or their hashes decide it."""
+    """A source as part of a build. ``split`` is None where the records or their hashes decide it.
+
+    ``group`` counts the sources of the config, one of which may be several files, each a source of its own.
+    """
 
     source: Source
     config: SourceConfig
+    group: int
     split: str | None
 
 
@@ -53,9 +61,27 @@ def open_sources(config: BuildConfig) -> tuple[Origin, ...]:
     Raises:
         ConfigError: a path or a file is not what a source consists of; nothing has been written.
     """
-    configs = [config.source]
+    configs = [*config.all_sources]
     if isinstance(config.held_out, HeldOutConfig):
         configs.append(config.held_out)
-    elif config.held_out == "auto" and (held_out := coco.held_out_beside(config.source)):
-        configs.append(held_out)
-    return tuple(Origin(coco.CocoSource(source), source, source.split) for source in configs)
+    elif config.held_out == "auto" and config.split_by == "source" and config.source is not None:
+        configs += coco.held_out_beside(config.source)
+    return tuple(
+        Origin(source, each, group, each.split if config.split_by == "source" else None)
+        for group, each in enumerate(configs)
+        for source in _open(each, config.split_by == "official", config.out / ".build" / "images")
+    )
+
+
+def _open(config: SourceConfig, official: bool, cache: Path) -> Sequence[Source]:
+    if config.kind == "coco":
+        return coco.open_all(config, official)
+    if config.kind == "karpathy":
+        return [KarpathySource(config)]
+    if config.kind == "parquet":
+        from pipelines.sources.parquet import ParquetSource  # pyarrow is not for everyone
+
+        return [ParquetSource(config, cache)]
+    if config.kind == "webdataset":
+        return [WebdatasetSource(config)]
+    return [TableSource(config)]

@@ -1,18 +1,19 @@
 """COCO Captions to records: the official caption files and their folder layout."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pipelines.config import HeldOutConfig, SourceConfig
+from pipelines.images import ImagesSpec
 from pipelines.records import Record
+from pipelines.sources import files
 from shards.errors import ConfigError
 
-_KEPT_FIELDS = ("license", "coco_url", "flickr_url", "date_captured")  # what attribution needs
 _SHAPE = (
     'expected a COCO caption file: {"images": [{"id", "file_name"}...], "annotations": [{"image_id", "caption"}...]}'
 )
@@ -23,38 +24,67 @@ class CocoSource:
 
     kind = "coco"
 
-    def __init__(self, config: SourceConfig) -> None:
-        self._annotations, images = locate(config)
-        if not images.exists():
-            name = _section(config)
-            raise ConfigError(
-                f"{images}: there is no such folder or zip of images; check {name}.images or {name}.root", path=images
-            )
-        self.images = str(images.resolve())
-        self.location = str(self._annotations.resolve())
-        self._records, counts = read_records(self._annotations.resolve(), _changed_ns(self._annotations))
+    def __init__(self, config: SourceConfig, annotations: Path, images: ImagesSpec) -> None:
+        self.images = images
+        self.location = str(annotations.resolve())
+        self._split = files.split_of_file(annotations.name)
+        field = f"{files.section(config)}.annotations"
+        self._records, counts = read_records(annotations.resolve(), _changed_ns(annotations), field)
         self.counts = Counter(counts)
 
     def records(self) -> Iterator[Record]:
         """In the order of the file."""
-        return iter(self._records)
+        return (replace(record, split=self._split) for record in self._records)
+
+
+def open_all(config: SourceConfig, official: bool) -> list[CocoSource]:
+    """One source a caption file; ``official``: of a root those of every split, not of one.
+
+    Raises:
+        ConfigError: a path or a file is not what a source consists of.
+    """
+    given = [Path(a) for a in files.listed(config.annotations)]
+    annotations = given or (_all_below(config) if official else [_find_annotations(config)])
+    places = files.listed(config.images)
+    if len(places) == len(annotations) > 1:  # one each
+        images = [_place(config, Path(place)) for place in places]
+    elif places:
+        several = {"kind": "several", "places": [_place(config, Path(place)) for place in places]}
+        images = [_place(config, Path(places[0])) if len(places) == 1 else several] * len(annotations)
+    else:
+        images = [_place(config, _find_images(config, path)) for path in annotations]
+    return [CocoSource(config, *pair) for pair in zip(annotations, images, strict=True)]
+
+
+def _place(config: SourceConfig, images: Path) -> ImagesSpec:
+    if not images.exists():
+        name = files.section(config)
+        raise ConfigError(
+            f"{images}: there is no such folder or zip of images; check {name}.images or {name}.root", path=images
+        )
+    return str(images.resolve())
+
+
+def _all_below(config: SourceConfig) -> list[Path]:
+    _require_root(config)
+    found = _captions_below(Path(str(config.root)), "")
+    if not found:
+        raise ConfigError(
+            f"{config.root}: expected annotations/captions_*.json, found none; give {files.section(config)}.annotations",
+            path=config.root,
+        )
+    return found
 
 
 def _changed_ns(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def held_out_beside(source: SourceConfig) -> HeldOutConfig | None:
+def held_out_beside(source: SourceConfig) -> list[HeldOutConfig]:
     """The official held-out captions below the same root, where there are some."""
-    if source.root is None or source.annotations or source.split == "val":
-        return None
-    return HeldOutConfig(root=source.root) if _captions_below(Path(source.root), "val") else None
-
-
-def locate(source: SourceConfig) -> tuple[Path, Path]:
-    """Paths of the caption file and of the images; those not given are looked for below ``root``."""
-    annotations = Path(source.annotations) if source.annotations else _find_annotations(source)
-    return annotations, Path(source.images) if source.images else _find_images(source, annotations)
+    if source.kind != "coco" or source.root is None or source.annotations or source.split == "val":
+        return []
+    return [HeldOutConfig(root=source.root)] if _captions_below(Path(source.root), "val") else []
 
 
 def _captions_below(root: Path, part: str) -> list[Path]:
@@ -62,9 +92,8 @@ def _captions_below(root: Path, part: str) -> list[Path]:
     return next((found for f in folders if (found := sorted(f.glob(f"captions_{part}*.json")))), [])
 
 
-def _find_annotations(source: SourceConfig) -> Path:
-    assert source.root is not None
-    root = Path(source.root)
+def _require_root(source: SourceConfig) -> None:
+    root = Path(str(source.root))
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
         raise ConfigError(
@@ -72,14 +101,18 @@ def _find_annotations(source: SourceConfig) -> Path:
             f"(annotations/captions_train2017.json, train2017/); {_ways(source)}",
             path=source.root,
         )
-    part = "val" if source.split == "val" else "train"
+
+
+def _find_annotations(source: SourceConfig) -> Path:
+    _require_root(source)
+    root, part = Path(str(source.root)), "val" if source.split == "val" else "train"
     found = _captions_below(root, part) or (_captions_below(root, "") if part == "train" else [])
     if len(found) == 1 and not (part == "train" and found[0].name.startswith("captions_val")):
         return found[0]
     seen = f"found {', '.join(p.name for p in found)}" if found else "found none"
     raise ConfigError(
         f"{source.root}: expected one annotations/captions_{part}*.json for split {source.split}, {seen}; "
-        f"give {_section(source)}.annotations and {_section(source)}.images",
+        f"give {files.section(source)}.annotations and {files.section(source)}.images",
         path=source.root,
     )
 
@@ -88,7 +121,7 @@ def _find_images(source: SourceConfig, annotations: Path) -> Path:
     """``captions_train2017.json`` belongs to ``train2017/`` or ``train2017.zip``; ``images/`` serves any."""
     if source.root is None:
         raise ConfigError(
-            f"{annotations}: {_section(source)}.images is missing; give the folder or zip of its pictures"
+            f"{annotations}: {files.section(source)}.images is missing; give the folder or zip of its pictures"
         )
     root, name = Path(source.root), annotations.stem.removeprefix("captions_")
     places = [root / name, root / f"{name}.zip", root / "images" / name, root / "images"]
@@ -96,28 +129,25 @@ def _find_images(source: SourceConfig, annotations: Path) -> Path:
         if place.exists():
             return place
     tried = ", ".join(str(p.relative_to(root)) for p in places)
-    raise ConfigError(f"{root}: no images found, tried {tried}; give {_section(source)}.images", path=source.root)
-
-
-def _section(source: SourceConfig) -> str:
-    """The section of the config that the source stands in."""
-    return "held_out" if isinstance(source, HeldOutConfig) else "source"
+    raise ConfigError(f"{root}: no images found, tried {tried}; give {files.section(source)}.images", path=source.root)
 
 
 def _ways(source: SourceConfig) -> str:
-    name = _section(source)
+    name = files.section(source)
     other = ", or auto or none as held_out" if name == "held_out" else ""
     return f"give {name}.root, or {name}.annotations and {name}.images{other}"
 
 
 @lru_cache(maxsize=4)  # the command line checks the file before Prefect starts, and need not read it twice
-def read_records(path: Path, _changed_ns: int = 0) -> tuple[tuple[Record, ...], Mapping[str, int]]:
+def read_records(
+    path: Path, _changed_ns: int = 0, field: str = "source.annotations"
+) -> tuple[tuple[Record, ...], Mapping[str, int]]:
     """Records in the order of the file, captions in the order of theirs, and counts of what was left aside.
 
     Raises:
         ConfigError: the file is absent, no JSON, not of COCO's shape, or has an id that is no integer.
     """
-    content = _load_json(path)
+    content = load_json(path, _SHAPE, field)
     images, annotations = _lists(path, content)
     counts: Counter[str] = Counter()
     captions: dict[int, list[Any]] = {}
@@ -142,23 +172,28 @@ def read_records(path: Path, _changed_ns: int = 0) -> tuple[tuple[Record, ...], 
             continue
         captions[image_id].append(annotation.get("caption"))
     records = tuple(
-        Record(image_id, image.get("file_name"), tuple(captions[image_id]), _about(image))
+        Record(image_id, image.get("file_name"), tuple(captions[image_id]), files.plain(image))
         for image_id, image in entries.items()
     )
     return records, dict(counts)
 
 
-def _load_json(path: Path) -> Any:
+def load_json(path: Path, shape: str, field: str) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        ConfigError: the file is absent, cannot be read, or is no JSON.
+    """
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; check source.annotations", path=path) from None
+        raise ConfigError(f"{path}: there is no such file; check {field}", path=path) from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {_SHAPE}", path=path) from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {shape}", path=path) from None
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not JSON ({error}); {_SHAPE}", path=path) from None
+        raise ConfigError(f"{path}: is not JSON ({error}); {shape}", path=path) from None
 
 
 def _lists(path: Path, content: Any) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -193,9 +228,3 @@ def _integer(path: Path, where: str, entry: Mapping[str, Any], name: str) -> int
 
 def _shown(value: Any) -> str:
     return ascii(value)[:60]
-
-
-def _about(image: Mapping[str, Any]) -> dict[str, Any]:
-    """What the entry says of origin and licence; only plain values, as KEY.json must be valid JSON."""
-    found = {name: image[name] for name in _KEPT_FIELDS if name in image}
-    return {k: v for k, v in found.items() if isinstance(v, str | int) or (isinstance(v, float) and math.isfinite(v))}

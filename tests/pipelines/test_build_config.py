@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
-from pipelines.sources.coco import locate
+from pipelines.sources.coco import open_all
 from shards.errors import ConfigError
 from shards.settings import apply_override, load_settings, validate
 
@@ -84,7 +84,7 @@ def test_a_held_out_word_that_is_none_says_which_there_are():
     with pytest.raises(
         ConfigError, match=r"always: does not exist.* give held_out.root, .*, or auto or none as held_out"
     ):
-        locate(config.held_out)
+        open_all(config.held_out, False)
 
 
 def test_every_field_says_what_it_is_for():

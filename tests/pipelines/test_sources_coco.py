@@ -5,7 +5,7 @@ import pytest
 
 from pipelines.config import BuildConfig, SourceConfig
 from pipelines.sources import open_sources
-from pipelines.sources.coco import locate, read_records
+from pipelines.sources.coco import open_all, read_records
 from shards.errors import ConfigError
 
 
@@ -104,7 +104,7 @@ def test_the_held_out_split_can_be_left_out(photos):
 def test_images_may_be_a_zip_beside_the_annotations(tmp_path, photos, zipped):
     (tmp_path / "annotations").symlink_to(photos / "annotations")
     zipped(photos / "train2017", tmp_path / "train2017.zip", "train2017/")
-    assert locate(SourceConfig(root=tmp_path))[1] == tmp_path / "train2017.zip"
+    assert open_all(SourceConfig(root=tmp_path), False)[0].images == str(tmp_path / "train2017.zip")
 
 
 def test_several_caption_files_are_not_chosen_from(tmp_path):
@@ -114,7 +114,7 @@ def test_several_caption_files_are_not_chosen_from(tmp_path):
         r"expected one annotations/captions_train\*.json .* found captions_train2014.json, captions_train2017.json"
     )
     with pytest.raises(ConfigError, match=message):
-        locate(SourceConfig(root=tmp_path))
+        open_all(SourceConfig(root=tmp_path), False)
 
 
 @pytest.mark.parametrize(
