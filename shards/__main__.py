@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     index.add_argument(
         "--captions", choices=("txt", "caption", "json"), help="member with the captions (default: the first there is)"
     )
+    add("energon", write_nv_meta, "Write .nv-meta, with which Megatron-Energon reads the folder without preparing it.")
     plan = add("plan", print_plan, "Say what a run over a split would do, and what it would refuse (exit code 2).")
     plan.add_argument("--split", help="default: each split")
     plan.add_argument("--global-batch", type=int, default=64, metavar="B", help="samples per step (default 64)")
@@ -194,6 +195,20 @@ def index_tars(arguments: argparse.Namespace) -> int:
     samples = ", ".join(f"{split} {counted(number, 'sample')}" for split, number in manifest.splits.items())
     captions = manifest.settings["indexed"]["captions"]
     print(f"indexed: {samples} in {counted(len(manifest.shards), 'shard')}, captions from .{captions}")
+    return 0
+
+
+def write_nv_meta(arguments: argparse.Namespace) -> int:
+    """The files that Energon asks for."""
+    from shards.energon import write_energon
+
+    if isinstance(arguments.folder, str):
+        raise ConfigError(f"{arguments.folder}: energon writes into the folder; run it on a local copy and upload that")
+    written = [str(path) for path in write_energon(arguments.folder)]
+    if arguments.json:
+        _print_json({"written": written})
+    else:
+        print(f"wrote {', '.join(written)}")
     return 0
 
 

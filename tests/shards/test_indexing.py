@@ -328,3 +328,18 @@ def test_a_killed_index_leaves_no_manifest_and_a_rerun_ends_as_if_nothing_had_ha
     subprocess.run(command, check=True)
     assert len(SplitReader(tars, "train")) == 205
     assert verify(tars) == []
+
+
+def test_energon_is_told_of_shards_splits_and_captions(tars: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index(capsys, tars, "--split", "train=*0.tar", "--split", "val=*1.tar")
+    assert cli.run(main, ["energon", str(tars)]) == 0
+    info, split, dataset = (
+        json.loads((tars / ".nv-meta" / n).read_bytes()) for n in (".info.json", "split.yaml", "dataset.yaml")
+    )
+    assert info["shard_counts"] == {"00000.tar": 3, "00001.tar": 2}
+    assert split == {"split_parts": {"train": ["00000.tar"], "val": ["00001.tar"]}, "exclude": []}
+    assert dataset["field_map"] == {"image": "jpg,png,webp", "caption": "txt"}
+    (tars / ".nv-meta" / "index.sqlite").touch()
+    capsys.readouterr()
+    assert cli.run(main, ["energon", str(tars)]) == 2
+    assert "Energon's own prepare wrote it; move it away first" in capsys.readouterr().err
