@@ -28,7 +28,7 @@ def energon_index(tar: Path) -> bytes:
 
 
 def energon_samples(folder: Path, split: str) -> dict[str, str]:
-    """Key and first caption (white space collapsed) of each sample that Energon reads from a copy of ``folder``, prepared by us alone."""
+    """Key and first caption of each sample that Energon reads from a copy of ``folder``, prepared by us alone."""
     from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 
     with tempfile.TemporaryDirectory() as temporary:
