@@ -13,6 +13,7 @@ from pipelines.errors import BuildError
 from shards.errors import ConfigError, UserError
 
 ANSWER_S = 10
+WORKERS_S = 60  # a cluster that grows on demand needs a while for its first machine
 LIBRARIES = ("asyncio", "concurrent", "dask", "distributed", "grpc", "ray", "tornado")
 LOCAL = ("127.0.0.1", "::1", "localhost")
 START = {"dask": "`dask scheduler` and `dask worker`", "ray": "`ray start --head`"}
@@ -53,6 +54,22 @@ def _ray(config: RunConfig) -> Any:
     if config.address:
         return RayTaskRunner(address=config.address, init_kwargs=quiet)
     return RayTaskRunner(init_kwargs={**quiet, "num_cpus": config.num_processes, "include_dashboard": False})
+
+
+def require_workers(config: RunConfig, runner: Any) -> None:
+    """Check that a running Dask cluster has a worker. Later, while it has none, it waits for new ones; so does Ray.
+
+    Raises:
+        BuildError: none came in time.
+    """
+    if config.runner == "dask":
+        try:
+            runner.client.wait_for_workers(1, timeout=WORKERS_S)
+        except TimeoutError:
+            raise BuildError(
+                f"the Dask scheduler at {config.address} has no workers, {WORKERS_S} s were waited; start some with "
+                f"`dask worker {config.address}`, on machines that see the source and the shard folder"
+            ) from None
 
 
 def _place(address: str) -> tuple[str, int]:

@@ -118,6 +118,8 @@ def _build_all(job: Build, todo: list[str], progress: Progress) -> None:
 
     with cluster.errors_in_words(config) if config.remote else nullcontext(), runner:
         try:
+            if config.remote:
+                cluster.require_workers(config, runner)
             for counts in each_result(submit, todo, limit):
                 if config.remote:
                     progress(sum(counts.values()))

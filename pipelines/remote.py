@@ -13,7 +13,7 @@ from pipelines.hold import Hold
 from pipelines.workers import Processes
 from shards.errors import ConfigError, UserError
 
-SAME_PATHS = "every worker must see the source and the shard folder under the paths that this machine has for them"
+SAME_PATHS = "every worker must see the source and the shard folder under the paths that they have where the flow runs"
 
 
 def versions() -> dict[str, str]:

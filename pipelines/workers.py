@@ -20,9 +20,10 @@ from typing import Any, Protocol
 from pipelines.errors import BuildError, PassingError, system_error
 from pipelines.hold import LOST, Hold, lost
 from pipelines.progress import Progress
-from shards.errors import UserError
+from shards.errors import ConfigError, UserError
 
 Jobs = Mapping[str, Callable[[Any, Progress], Any]]
+_KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (BuildError, PassingError, ConfigError)}
 
 
 class Workers(Protocol):
@@ -128,7 +129,7 @@ class Processes:
             if "progress" in reply:
                 progress(reply["progress"])
             elif "error" in reply:
-                raise (PassingError if reply["passing"] else BuildError)(reply["error"])
+                raise _KINDS.get(reply["kind"], BuildError)(reply["error"])
             elif "bug" in reply:
                 raise RuntimeError(f"in a build process:\n{reply['bug']}")
             else:
@@ -176,10 +177,10 @@ def serve(hold: Hold, jobs: Jobs) -> None:
         try:
             reply(result=jobs[request["job"]](request["arguments"], lambda count: reply(progress=count)))
         except UserError as error:
-            reply(error=str(error), passing=isinstance(error, PassingError))
+            reply(error=str(error), kind=type(error).__name__)
         except OSError as error:
             failed = system_error(error)
-            reply(error=str(failed), passing=isinstance(failed, PassingError))
+            reply(error=str(failed), kind=type(failed).__name__)
         except Exception:  # noqa: BLE001 - a bug, shown in the parent with this process's traceback
             import traceback
 

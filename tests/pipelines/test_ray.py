@@ -1,0 +1,118 @@
+"""The build on a Ray cluster of two nodes on this machine, found by address. Slow: starting one takes half a minute."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines.run import run_plain
+
+pytest.importorskip("prefect_ray", reason="needs pip install .[ray]")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, coco, pictures):
+    files = {f"{i}.png": pictures.encode(pictures.photo(i, 400, 300, "RGBA"), "PNG") for i in range(40)}
+    return coco(tmp_path_factory.mktemp("source"), files)
+
+
+@pytest.fixture(scope="module")
+def reference(source, make_config, data_files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("reference") / "out"
+    run_plain(make_config(source, out, build={"records_per_shard": 5}))
+    return data_files(out)
+
+
+@pytest.fixture
+def config_file(source, tmp_path):
+    path = tmp_path / "build.yaml"
+    build = {"records_per_shard": 5, "processes": 2, "runner": "ray"}
+    path.write_text(json.dumps({"source": str(source), "out": str(tmp_path / "out"), "build": build}))
+    return path
+
+
+@pytest.fixture
+def cluster():
+    """Two Ray nodes of one CPU each in processes of their own: (address for clients, the second node's process)."""
+    code = (
+        "import sys, time\nfrom ray.cluster_utils import Cluster\n"
+        "cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 1, 'include_dashboard': False, "
+        "'ray_client_server_port': 23001})\n"
+        "node = cluster.add_node(num_cpus=1)\ncluster.wait_for_nodes()\n"
+        "print(node.all_processes['raylet'][0].process.pid, flush=True)\nsys.stdin.read()\ncluster.shutdown()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    try:
+        yield "ray://127.0.0.1:23001", int(process.stdout.readline())
+    finally:
+        process.communicate()
+
+
+def finish(process, timeout_s=180):
+    output, errors = process.communicate(timeout=timeout_s)
+    assert "Traceback" not in errors, errors
+    return process.returncode, output, errors
+
+
+def wait_for_attempts(out, process, number):
+    while len(list((out / ".build").glob("attempts/*/.*.tmp"))) < number:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def test_two_ray_nodes_give_the_bytes_of_the_plain_build_and_one_killed_meanwhile_changes_nothing(
+    ask, command, config_file, cluster, reference, data_files
+):
+    address, second_node = cluster
+    out = config_file.parent / "out"
+    code, _, errors = finish(command("build", config_file, f"build.address={address}"))
+    assert code == 0, errors
+    assert data_files(out) == reference
+
+    shutil.rmtree(out)
+    process = command("build", config_file, f"build.address={address}")
+    wait_for_attempts(out, process, 2)
+    os.kill(second_node, signal.SIGKILL)
+    code, _, errors = finish(process)
+    assert code == 0, errors
+    assert data_files(out) == reference
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file, reference, data_files, signum):
+    out = config_file.parent / "out"
+    process = command("build", config_file)
+    wait_for_attempts(out, process, 1)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (75 if signum == signal.SIGTERM else -signal.SIGKILL), errors
+    deadline = time.monotonic() + 60
+    while left := ray_processes(process.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+    code, _, errors = finish(command("build", config_file, "build.runner=processes"))
+    assert code == 0, errors
+    assert data_files(out) == reference
+
+
+def ray_processes(driver):
+    """Processes of the Ray cluster that ``driver`` has started, or of builds in general."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if re.search(r"raylet|gcs_server|ray::|pipelines.workers", words):
+            found.append(words[:80])
+    return found
