@@ -16,6 +16,7 @@ from pipelines.errors import BuildError
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import seen
 from pipelines.hashes import HashFiles, hash_all
+from pipelines.held import NOTHING_HELD, Held
 from pipelines.images import Images, Stamp, open_images
 from pipelines.near_duplicates import BITS, settle
 from pipelines.progress import Progress
@@ -56,12 +57,15 @@ class PlannedSplit:
 class Plan:
     """The splits and slices of a build; their records stay in the spool."""
 
-    def __init__(self, config: BuildConfig, splits: Sequence[PlannedSplit], spool: Spool) -> None:
+    def __init__(
+        self, config: BuildConfig, splits: Sequence[PlannedSplit], spool: Spool, first: Mapping[str, int]
+    ) -> None:
+        """``first`` is the number of the first shard of a split, 0 where it says nothing."""
         self.splits = tuple(splits)
         self._spool = spool
         self._limits = config.filters.written
         self.slices = [
-            self._slice(f"{split.name}-{i // size:06d}", split, split.numbers[i : i + size])
+            self._slice(f"{split.name}-{first.get(split.name, 0) + i // size:06d}", split, split.numbers[i : i + size])
             for split in splits
             for size in [config.build.records_per_shard]
             for i in range(0, split.num_records, size)
@@ -138,10 +142,11 @@ def make_plan(
     folder: Path,
     hash_files: HashFiles,
     progress: Progress = lambda count: None,
+    held: Held = NOTHING_HELD,
 ) -> Plan:
     """Read all records, hash their files, reject what is known to be bad by that, and cut the rest.
 
-    What is found out about the files is remembered in ``folder``.
+    What is found out about the files is remembered in ``folder``; ``held`` is what the dataset holds that is added to.
     """
     splits = Splits(config, origins)
     for number, origin in enumerate(origins):
@@ -158,7 +163,9 @@ def make_plan(
         _reject_near_duplicates(spool, names, config.filters.near_duplicate_bits)
     if config.filters.leaks == "fail":
         _require_no_leaks(spool, names)
-    return Plan(config, [_planned(spool, name, i, origins) for i, name in enumerate(names)], spool)
+    held.reject(spool, names, config.filters.duplicates)
+    planned = [_planned(spool, name, i, origins) for i, name in enumerate(names)]
+    return Plan(config, planned, spool, held.next_numbers)
 
 
 def _read(spool: Spool, origin: Origin, source: int, splits: Splits, limits: FilterConfig, progress: Progress) -> None:

@@ -81,7 +81,7 @@ def summarise(
             stats.setdefault(name, Counter()).update(values)
     rejects = [row for result in results for row in result["rejects"]]
     return {
-        "name": config.out.resolve().name,
+        "name": config.folder.resolve().name,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "manifest_id": manifest.manifest_id,
         "num_shards": len(manifest.shards),
