@@ -388,6 +388,7 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
     target = Path(order["folder"])
     rejects: list[dict[str, Any]] = []
     stats: dict[str, Counter[str]] = {}
+    kept: Counter[str] = Counter()  # by source
     records = iter(order["records"])
     entry = None
     with ExitStack() as stack:
@@ -401,11 +402,13 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
                 writer = writer or stack.enter_context(ShardWriter(folder, order["name"], order["split"]))
                 writer.write(_sample(record, judged), judged.flags)
                 report.count(stats, record, judged)
+                kept[str(record.get("source", 0))] += 1
             progress(len(chunk))
     if writer is not None:
         entry = dataclasses.asdict(writer.entry)
     result = {
         "digest": order["digest"],
+        "kept": dict(kept),
         "entry": entry,
         "rejects": rejects,
         "stats": {name: dict(counts) for name, counts in stats.items()},

@@ -45,7 +45,8 @@ class PlannedSplit:
 
     name: str
     sources: tuple[Source, ...]
-    source_numbers: tuple[int, ...]
+    source_numbers: tuple[int, ...]  # in the build
+    names: tuple[str | None, ...]  # in the config
     counts: Mapping[str, int]
     numbers: Numbers
 
@@ -77,7 +78,7 @@ class Plan:
 
     def _slice(self, name: str, split: PlannedSplit, numbers: Numbers) -> Slice:
         digest = hashlib.sha256()
-        for part in self._content(name, split, self._spool.rows(numbers)):
+        for part in self._content(name, split, self._spool.rows(numbers, split.source_numbers, placed=False)):
             digest.update(part)
         return Slice(name, split.name, numbers, digest.hexdigest())
 
@@ -91,7 +92,7 @@ class Plan:
     def order(self, piece: Slice, about: Mapping[str, Any]) -> bytes:
         """What a build process is told: the slice's content, and what is said ``about`` paths."""
         split = next(s for s in self.splits if s.name == piece.split)
-        rows = self._spool.rows(piece.numbers, split.source_numbers)
+        rows = self._spool.rows(piece.numbers, split.source_numbers, placed=True)
         content = b"".join(self._content(piece.name, split, rows))
         more = {"digest": piece.digest, "images": [s.images for s in split.sources], **about}
         return content[:-1] + b"," + canonical_json(more)[1:]
@@ -185,11 +186,12 @@ def _read(spool: Spool, origin: Origin, source: int, splits: Splits, limits: Fil
 def _planned(spool: Spool, name: str, split: int, origins: Sequence[Origin]) -> PlannedSplit:
     numbers = np.flatnonzero(spool.table["split"] == split)
     numbers = numbers[np.argsort(spool.table["order"][numbers], kind="stable")]
-    sources = [(i, origin.source) for i, origin in enumerate(origins) if origin.split in (name, None)]
+    mine = [(i, origin) for i, origin in enumerate(origins) if origin.split in (name, None)]
     # sources that all splits share are counted with the first
     counted_here = [o.source for o in origins if o.split == name or (o.split is None and split == 0)]
     counts = sum((source.counts for source in counted_here), Counter[str]())
-    return PlannedSplit(name, tuple(s for _, s in sources), tuple(i for i, _ in sources), counts, numbers)
+    sources, names = tuple(o.source for _, o in mine), tuple(o.config.name for _, o in mine)
+    return PlannedSplit(name, sources, tuple(i for i, _ in mine), names, counts, numbers)
 
 
 def _reject_leaks(spool: Spool, names: Sequence[str]) -> None:
