@@ -12,10 +12,9 @@ from importlib import metadata
 
 from PIL import Image, ImageOps
 
-from pipelines import jpeg
 from pipelines.config import FilterConfig
 from pipelines.filters import judge_header
-from pipelines.measure import FORMATS, check_png, orientation, to_rgb
+from pipelines.measure import FORMATS, check_png, decode_jpeg, orientation, to_rgb
 from shards.sample import canonical_json
 
 SIDE_PX = 64  # the hash looks at 32 x 32 of brightness; a JPEG is decoded at the smallest scale that gives twice that
@@ -50,7 +49,8 @@ def _brightness(data: bytes, limits: FilterConfig) -> Image.Image | None:
         if judge_header(*image.size, image.mode, limits):
             return None
         if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and orientation(image) == 1:
-            gray = Image.fromarray(jpeg.decode(data, image.mode, SIDE_PX)).convert("L")
+            pixels = decode_jpeg(data, SIDE_PX)
+            gray = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels).convert("L")
         else:
             if image.format == "PNG":
                 check_png(data)

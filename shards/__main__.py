@@ -39,7 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show", show_sample, "Print one sample's JSON, and write its picture with --out.")
     show.add_argument("key", metavar="KEY")
     show.add_argument("--out", type=Path, metavar="FILE", help="write the picture there (or into this folder)")
-    add("verify", verify_folder, "Recheck every byte against the manifest; exit code 1 if anything differs.")
+    check = add("verify", verify_folder, "Recheck every byte against the manifest; exit code 1 if anything differs.")
+    check.add_argument(
+        "--quarantine", type=Path, metavar="FILE", help="list there the samples to leave out of training"
+    )
     add("stats", print_stats, "Sizes of pictures, captions, flags, and balance of the shards.")
     index = add("index", index_tars, "Make tars that another tool wrote readable here; they keep their bytes.")
     index.add_argument(
@@ -136,6 +139,8 @@ def verify_folder(arguments: argparse.Namespace) -> int:
         manifest, findings = remote.manifest, remote.verify()
     else:
         manifest, findings = _manifest(arguments.folder), verify(arguments.folder)
+    if arguments.quarantine:
+        _write_quarantine(arguments.quarantine, findings)
     if arguments.json:
         _print_json({"ok": not findings, "findings": [asdict(f) for f in findings]})
         return 1 if findings else 0
@@ -210,6 +215,23 @@ def write_nv_meta(arguments: argparse.Namespace) -> int:
     else:
         print(f"wrote {', '.join(written)}")
     return 0
+
+
+def _write_quarantine(path: Path, findings: Sequence["Finding"]) -> None:
+    from shards.quarantine import Quarantine
+
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--quarantine is {path}: there is no folder {path.absolute().parent}; make it first")
+    quarantine = Quarantine.of(findings)
+    quarantine.save(path)
+    rest = quarantine.unexpected(findings)
+    number = counted(len(quarantine.samples), "sample")
+    print(f"{path}: {number} to leave out of training with data.quarantine={path}", file=sys.stderr)
+    if rest:
+        print(
+            f"{path}: does not cure {counted(len(rest), 'other finding')}, first: {rest[0]}; build again to restore them",
+            file=sys.stderr,
+        )
 
 
 def print_stats(arguments: argparse.Namespace) -> int:

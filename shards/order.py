@@ -19,9 +19,11 @@ A position costs one sort of the fragments per epoch and one sort per (epoch, la
 replayed.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -56,6 +58,16 @@ class OrderSettings:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"order.{name} is {value}, expected 1 or more")
+
+
+@dataclass(frozen=True)
+class Places:
+    """What stands at k positions; int64 [k] each."""
+
+    part: Ints  # number of the dataset in a mix, see mix.py
+    epoch: Ints  # of that dataset, counted from 0
+    lane: Ints
+    index: Ints  # number of the sample
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,15 @@ class Order:
     def lane_of(self, ns: Ints) -> Ints:
         """The lane that serves each position."""
         return np.asarray(ns, np.int64) % self.num_samples % self.settings.lanes
+
+    def places(self, ns: Ints) -> Places:
+        """The sample at each position, with its epoch and lane."""
+        ns = np.asarray(ns, np.int64)
+        return Places(np.zeros_like(ns), ns // self.num_samples, self.lane_of(ns), self.indices(ns))
+
+    def position_of(self, epochs: Fraction) -> int:
+        """The first position behind so many epochs, a share of an epoch rounded up."""
+        return math.ceil(epochs * self.num_samples)
 
     def lane_span(self, lane: int) -> tuple[int, int]:
         """Where a lane begins in the epoch's list, and its length."""

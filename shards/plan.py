@@ -83,7 +83,7 @@ def _notes(order: Order, global_batch: int) -> list[str]:
 def mixing(stream: Stream, shard_sizes: Sequence[int]) -> dict[str, float]:
     """Mean number of distinct shards in a global batch of the first epoch, against a random permutation's."""
     ends = np.cumsum(np.asarray(shard_sizes))
-    whole = max(1, stream.order.num_samples // stream.global_batch)
+    whole = max(1, stream.num_positions(1) // stream.global_batch)
     spread = np.unique(np.linspace(0, whole - 1, MEASURED_BATCHES).astype(np.int64)).tolist()
     first = list(range(min(20, whole)))
 
@@ -91,7 +91,7 @@ def mixing(stream: Stream, shard_sizes: Sequence[int]) -> dict[str, float]:
         counts = []
         for step in steps:
             ns = np.arange(step * stream.global_batch, (step + 1) * stream.global_batch)
-            counts.append(len(np.unique(np.searchsorted(ends, stream.order.indices(ns), side="right"))))
+            counts.append(len(np.unique(np.searchsorted(ends, stream.order.places(ns).index, side="right"))))
         return float(np.mean(counts))
 
     ideal = distinct_if_random(shard_sizes, stream.global_batch)

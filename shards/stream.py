@@ -7,23 +7,31 @@ from fractions import Fraction
 import numpy as np
 
 from shards.errors import ConfigError
-from shards.order import Order
+from shards.mix import Positions
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One place in a global batch. ``surplus``: behind the run's end, so it is read but gives no loss."""
+    """One place in a global batch.
+
+    n        position: samples consumed before it
+    epoch    of the dataset that the sample is of
+    index    number of the sample, among those of all datasets of a mix
+    surplus  behind the run's end, so it is read but gives no loss
+    part     which dataset of a mix the sample is of
+    """
 
     n: int
     epoch: int
     index: int
     surplus: bool = False
+    part: int = 0
 
 
 class Stream:
     """Cuts the order into global batches. Holds no position: every answer is a function of ``samples_consumed``."""
 
-    def __init__(self, order: Order, global_batch: int, end: int | None = None) -> None:
+    def __init__(self, order: Positions, global_batch: int, end: int | None = None) -> None:
         """``end``: number of positions in the run, None for an endless one; see ``num_positions``."""
         if global_batch < 1:
             raise ConfigError(f"train.global_batch is {global_batch}, expected 1 or more")
@@ -33,7 +41,7 @@ class Stream:
 
     def num_positions(self, epochs: float) -> int:
         """Slots that ``epochs`` epochs fill, a share of an epoch rounded up."""
-        return math.ceil(Fraction(str(epochs)) * self.order.num_samples)
+        return self.order.position_of(Fraction(str(epochs)))
 
     def num_steps(self, epochs: float) -> int:
         """Updates that cover ``epochs`` epochs; the last one may hold surplus slots."""
@@ -42,11 +50,12 @@ class Stream:
     def step(self, samples_consumed: int) -> list[Slot]:
         """The whole global batch that follows ``samples_consumed``, ordered by (lane, n)."""
         ns = np.arange(samples_consumed, samples_consumed + self.global_batch)
-        ns = ns[np.argsort(self.order.lane_of(ns), kind="stable")]
-        indices = self.order.indices(ns)
+        places = self.order.places(ns)
+        by_lane = np.argsort(places.lane, kind="stable")
+        columns = (a[by_lane].tolist() for a in (ns, places.epoch, places.index, places.part))
         return [
-            Slot(n, self.order.epoch_of(n), index, surplus=self.end is not None and n >= self.end)
-            for n, index in zip(ns.tolist(), indices.tolist(), strict=True)
+            Slot(n, epoch, index, surplus=self.end is not None and n >= self.end, part=part)
+            for n, epoch, index, part in zip(*columns, strict=True)
         ]
 
     def micro_batches(self, samples_consumed: int, rank: int, world_size: int, micro_batch: int) -> list[list[Slot]]:

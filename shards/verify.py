@@ -27,6 +27,8 @@ class Finding:
     key: str | None
     problem: str
     stranger: bool = False  # not of this dataset: building again will not remove it
+    sample: tuple[str, int] | None = None  # shard and number of the one sample that cannot be read, if it is only that
+    checksum: bool = False  # of a whole file, which says no more than that something in it differs
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}" if self.key is None else f"{self.path}: {self.key}: {self.problem}"
@@ -137,7 +139,8 @@ def _meta_lines(folder: Path, entry: ShardEntry, findings: list[Finding]) -> lis
         try:
             lines.append(parse_meta(line))
         except (ValueError, KeyError, TypeError) as error:
-            findings.append(Finding(entry.meta_name, None, f"line {number} is damaged: {error}"))
+            problem = f"line {number} is damaged: {error}"
+            findings.append(Finding(entry.meta_name, None, problem, sample=(entry.name, number - 1)))
             lines.append(None)
     if len(lines) != entry.num_samples:
         findings.append(
@@ -190,12 +193,12 @@ def _check_members(path: Path, entry: ShardEntry, lines: list[SampleMeta | None]
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != entry.sha256:
-            yield Finding(entry.name, None, f"sha256 is {found}, the manifest says {entry.sha256}")
+            yield Finding(entry.name, None, f"sha256 is {found}, the manifest says {entry.sha256}", checksum=True)
         if entry.foreign:
             yield from _check_foreign(file, entry, lines)
             return
         at: int | None = 0
-        for meta in lines:
+        for number, meta in enumerate(lines):
             if meta is None:
                 at = None  # the next sample's place is only known from its own line
                 continue
@@ -206,7 +209,7 @@ def _check_members(path: Path, entry: ShardEntry, lines: list[SampleMeta | None]
             try:
                 checked_payloads(meta, file.read(stop - start), start)
             except MismatchError as error:
-                yield Finding(entry.name, meta.key, str(error))
+                yield Finding(entry.name, meta.key, str(error), sample=(entry.name, number))
             at = stop
         last = lines[-1] if lines else None
         if at is not None and (last or not entry.num_samples):
@@ -218,13 +221,15 @@ def _check_members(path: Path, entry: ShardEntry, lines: list[SampleMeta | None]
 
 
 def _check_foreign(file: BinaryIO, entry: ShardEntry, lines: list[SampleMeta | None]) -> Iterator[Finding]:
-    for meta in filter(None, lines):
+    for number, meta in enumerate(lines):
+        if meta is None:
+            continue
         start, stop = meta.span
         file.seek(start)
         try:
             checked_sample(meta, file.read(stop - start), start, is_foreign=True)
         except MismatchError as error:
-            yield Finding(entry.name, meta.key, str(error))
+            yield Finding(entry.name, meta.key, str(error), sample=(entry.name, number))
 
 
 def _start(meta: SampleMeta) -> int:
@@ -242,5 +247,5 @@ def _read(folder: Path, name: str, sha256: str, findings: list[Finding]) -> byte
         return None
     found = hashlib.sha256(raw).hexdigest()
     if found != sha256:
-        findings.append(Finding(name, None, f"sha256 is {found}, the manifest says {sha256}"))
+        findings.append(Finding(name, None, f"sha256 is {found}, the manifest says {sha256}", checksum=True))
     return raw

@@ -39,7 +39,13 @@ def _parser() -> argparse.ArgumentParser:
         added = add(name, command, text)
         added.add_argument("run", type=Path, help="run folder")
         if name in ("audit", "batch", "report"):
-            added.add_argument("--shards", type=Path, metavar="DIR", help="where the run's shards lie now, if moved")
+            added.add_argument(
+                "--shards",
+                action="append",
+                default=[],
+                metavar="DIR",
+                help="where the run's shards lie now, if moved; of a mix NAME=DIR, once for each",
+            )
         return added
 
     add_config("train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")

@@ -1,41 +1,56 @@
 """Proof that a run trained on each sample of its order exactly once: from its position, its digest and its key logs."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shards.errors import counted
+from shards.errors import DamagedSampleError, counted
 from shards.hashing import slot_digest, text64
-from shards.order import Order
-from shards.reader import SplitReader
+from shards.mix import Stretches
+from shards.order import Ints
 from shards.settings import load_settings
 from shards.stream import Slot, Stream
 from xctrain import checkpoint, resume
 from xctrain.captions import choose_captions
-from xctrain.config import Config
+from xctrain.config import Config, SourceConfig
+from xctrain.data import Data, open_data
 from xctrain.errors import ConfigError, RunError
 from xctrain.log import METRICS, read_lines
-from xctrain.state import Segment, TrainState
+from xctrain.state import TrainState
 
 _CHUNK = 1 << 16  # positions looked at together
 
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """One epoch of one segment, in slots. None: not known from a digest alone."""
+    """One epoch of one dataset in one segment, in slots. None: not known from a digest alone."""
 
-    epoch: int
+    epoch: int  # of the dataset: in a mix each has its own
     segment: int
+    source: str  # name of the dataset in a mix
     seen: int | None
     repeated: int | None
     skipped: int | None
     masked: int
+
+
+@dataclass(frozen=True)
+class SegmentAudit:
+    """What a stretch of the run was made of, for people."""
+
+    first_n: int
+    first_step: int
+    first_epoch: int
+    num_samples: int
+    global_batch: int
+    begun: bool
+    sources: tuple[str, ...]  # name, samples, repeat, samples left out
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,7 @@ class Audit:
     samples_consumed: int
     digest_matches: bool
     epochs: tuple[EpochAudit, ...]
+    segments: tuple[SegmentAudit, ...]
     findings: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -61,12 +77,18 @@ class Trained:
 
     config: Config
     state: TrainState
-    reader: SplitReader
+    data: Data
     passed_over: tuple[str, ...]  # checkpoints that are newer and damaged, each with why
 
+    @property
+    def order(self) -> Stretches:
+        """What stands at every position."""
+        return self.data.order(self.state.segments)
 
-def open_run(run_dir: Path, shards: Path | None = None, *, begun: bool = False) -> Trained:
-    """The newest whole checkpoint of a run folder, and its shards: in ``shards`` if given, else where the run read them.
+
+def open_run(run_dir: Path, shards: Sequence[str] = (), *, begun: bool = False) -> Trained:
+    """The newest whole checkpoint of a run folder, and its shards: in ``shards`` if given (of a mix ``NAME=DIR``), else
+    where the run read them.
 
     ``begun``: a run that has not saved yet will do, from its config.yaml.
 
@@ -84,37 +106,69 @@ def open_run(run_dir: Path, shards: Path | None = None, *, begun: bool = False) 
             f"{run_dir}: has no whole checkpoint{why}; train first, or give another run folder", path=run_dir
         )
     config = load_settings(Config, source).moved_to(run_dir)
-    reader = open_shards(config, config.data.split, shards)
-    manifest_id = reader.manifest.manifest_id
+    data = open_shards(config, shards)
     state = checkpoint.read_position(path)[0] if path else TrainState()
     if not state.segments:
-        state = replace(state, segments=resume.next_segments(config, state, len(reader), manifest_id))
-    saved = state.segments[-1].manifest_id
-    if manifest_id != saved:
-        raise RunError(
-            f"{reader.folder}: its manifest_id is {manifest_id}, the run was trained on {saved}; "
-            "put the data that the run was trained on back, or give their folder with --shards DIR",
-            path=reader.folder,
-        )
-    return Trained(config, state, reader, tuple(passed_over))
+        state = replace(state, segments=resume.next_segments(config, state, data))
+    for segment in state.segments:
+        if missing := data.missing(segment):
+            folders = ", ".join(str(d.reader.folder) for d in data.datasets)
+            found = ", ".join(d.reader.manifest.manifest_id for d in data.datasets)
+            raise RunError(
+                f"{folders}: its manifest_id is {found}, the run was trained on {missing.manifest_id}; "
+                "put the data that the run was trained on back, or give their folder with --shards DIR",
+                path=data.datasets[0].reader.folder,
+            )
+    return Trained(config, state, data, tuple(passed_over))
 
 
-def open_shards(config: Config, split: str, given: Path | None = None) -> SplitReader:
-    """A split of the run's data: in ``given``, or where data.shards leads from here, or from where the run was started."""
-    if given:
-        return SplitReader(given, split)
-    folder = config.data.shards
-    started_in = _started_in(config.run.dir)
-    if started_in and not folder.exists() and (Path(started_in) / folder).exists():
-        folder = Path(started_in) / folder
+def open_shards(config: Config, given: Sequence[str] = ()) -> Data:
+    """The run's data, see ``where_shards_lie``; lists of what is left out are not read: segments remember it."""
     try:
-        return SplitReader(folder, split)
+        return open_data(where_shards_lie(config, given).data)
     except ConfigError as error:
+        if given:
+            raise
         raise ConfigError(
             f"{error}; the path is the data.shards that the run {config.run.dir} was trained with: give another folder "
             "with --shards DIR",
-            path=folder,
+            path=error.path,
         ) from None
+
+
+def where_shards_lie(config: Config, given: Sequence[str] = ()) -> Config:
+    """The config with its datasets in ``given``, or where data.shards leads from here, or from where the run was started.
+
+    Raises:
+        ConfigError: ``given`` does not name the datasets of a mix.
+    """
+    places = _named_places(config, given)
+    started_in = _started_in(config.run.dir)
+    sources = {}
+    for name, source in config.data.sources.items():
+        folder = places.get(name, source.path)
+        if name not in places and started_in and not folder.exists() and (Path(started_in) / folder).exists():
+            folder = Path(started_in) / folder
+        sources[name] = SourceConfig(path=folder, repeat=source.repeat)
+    shards = sources[""].path if "" in sources else sources
+    return config.model_copy(update={"data": config.data.model_copy(update={"shards": shards, "quarantine": None})})
+
+
+def _named_places(config: Config, given: Sequence[str]) -> dict[str, Path]:
+    names = list(config.data.sources)
+    if names == [""]:
+        if len(given) > 1:
+            raise ConfigError(f"--shards was given {len(given)} times, the run has one dataset; give its folder once")
+        return dict.fromkeys(names, Path(given[0])) if given else {}
+    places = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or name not in names:
+            raise ConfigError(
+                f"--shards is {text}, the run mixes {', '.join(names)}; give NAME=DIR for each that was moved"
+            )
+        places[name] = Path(folder)
+    return places
 
 
 def _started_in(run_dir: Path) -> str | None:
@@ -125,52 +179,114 @@ def _started_in(run_dir: Path) -> str | None:
     return str(found)
 
 
-def spans(state: TrainState) -> Iterator[tuple[Segment, int, int]]:
-    """Each segment with the positions [first, last) that were consumed in it."""
-    ends = [s.first_n for s in state.segments[1:]] + [state.samples_consumed]
-    for segment, end in zip(state.segments, ends, strict=True):
-        yield segment, segment.first_n, end
-
-
 def audit(run: Trained) -> Audit:
     """Compare what was trained with what manifest and order say for every position below ``samples_consumed``."""
-    state = run.state
-    keys = run.reader.keys()
+    state, order = run.state, run.order
+    keys = read_all_keys(run)
     key64 = np.array([text64(key) for key in keys], dtype=np.uint64)
-    masked = {entry.n for entry in state.masked}
+    masked = np.array(sorted({entry.n for entry in state.masked}), dtype=np.int64)
     logged, unlogged = read_steps(run)
     ends = np.array(sorted(logged), dtype=np.int64)
+    by_keys = state.keys_from == 0
+    times, misplaced = read_keys(run, keys) if by_keys else (None, [])
+    counts: dict[tuple[int, int, int], Tally] = defaultdict(Tally)  # by segment, dataset and the dataset's epoch
     changed = []
     expected = 0
-    for segment, first, end in spans(state):
-        order = Order(run.reader.shard_sizes, segment.order_settings)
+    for number, (_, first, end) in enumerate(state.spans()):
         for start in range(first, end, _CHUNK):
             ns = np.arange(start, min(start + _CHUNK, end))
-            digests = slot_digest(ns, key64[order.indices(ns)])
-            if masked:
-                digests[np.isin(ns, list(masked))] = 0
+            places = order.places(ns)
+            digests = slot_digest(ns, key64[places.index])
+            hidden = np.isin(ns, masked)
+            digests[hidden] = 0
             sums = np.cumsum(digests, dtype=np.uint64)
             for n in ends[(ends > start) & (ends <= start + len(ns))].tolist():
                 due = f"{(expected + int(sums[n - start - 1])) % 2**64:016x}"
                 if logged[n]["digest"] != due:
                     changed.append(f"step {logged[n]['step']}: digest is {logged[n]['digest']}, due is {due}")
             expected += int(sums[-1])
+            trained = np.array([times[n] for n in ns.tolist()]) if times is not None else 1 - hidden
+            for key in sorted({*zip(places.part.tolist(), places.epoch.tolist(), strict=True)}):
+                inside = (places.part == key[0]) & (places.epoch == key[1])
+                counts[number, *key].add(trained[inside], hidden[inside])
     matches = expected % 2**64 == state.digest
     findings = [] if matches else [f"digest is {state.digest:016x}, manifest and order give {expected % 2**64:016x}"]
     damage = [*run.passed_over, *unlogged]
     if changed:
         damage.append(f"{METRICS}: {counted(len(changed), 'line')} changed, first {changed[0]}")
     findings += damage
-    by_keys = state.keys_from == 0
     if not by_keys and state.keys_from is not None:
         findings.append(f"keys are logged from position {state.keys_from} on only; the digest covers the rest")
-    times, misplaced = read_keys(run, keys) if by_keys else (None, [])
     findings += misplaced
-    epochs = tuple(_epochs(state, masked, times, matches))
+    known = by_keys or matches
+    epochs = tuple(
+        EpochAudit(epoch, segment, state.segments[segment].parts[part].name, **tally.columns(known=known))
+        for (segment, part, epoch), tally in sorted(counts.items())
+    )
     ok = matches and not misplaced and not damage and all(e.repeated == 0 and e.skipped == 0 for e in epochs)
     return Audit(
-        ok, "keys" if by_keys else "digest", state.step, state.samples_consumed, matches, epochs, tuple(findings)
+        ok,
+        "keys" if by_keys else "digest",
+        state.step,
+        state.samples_consumed,
+        matches,
+        epochs,
+        tuple(_segments(state)),
+        tuple(findings),
     )
+
+
+@dataclass
+class Tally:
+    """Slots of one row of the audit."""
+
+    seen: int = 0
+    repeated: int = 0
+    skipped: int = 0
+    masked: int = 0
+
+    def add(self, times: Ints, hidden: NDArray[np.bool_]) -> None:
+        """Count slots that were trained so many times, each; hidden ones should not have been."""
+        due = times[~hidden]
+        self.seen += int((due > 0).sum())
+        self.repeated += int((due[due > 0] - 1).sum() + times[hidden].sum())
+        self.skipped += int((due == 0).sum())
+        self.masked += int(hidden.sum())
+
+    def columns(self, *, known: bool) -> dict[str, Any]:
+        """By name; what a digest that does not match cannot tell is None."""
+        values = asdict(self)
+        return values if known else {**dict.fromkeys(values), "masked": self.masked}
+
+
+def _segments(state: TrainState) -> Iterator[SegmentAudit]:
+    for segment in state.segments:
+        sources = []
+        for source in segment.parts:
+            name = f"{source.name}: " if source.name else ""
+            times = f" x {source.repeat}" if source.repeat > 1 else ""
+            left_out = f", {len(source.left_out)} left out" if source.left_out else ""
+            sources.append(f"{name}{counted(source.num_samples, 'sample')}{times}{left_out}")
+        yield SegmentAudit(
+            segment.first_n,
+            segment.first_step,
+            segment.first_epoch,
+            segment.num_samples,
+            segment.global_batch,
+            segment.first_n < state.samples_consumed,
+            tuple(sources),
+        )
+
+
+def read_all_keys(run: Trained) -> list[str]:
+    """The key of every sample, in the numbering of the order; of those with a damaged line nothing."""
+    keys = []
+    for index in range(len(run.data.reader)):
+        try:
+            keys.append(run.data.reader.key(index))
+        except DamagedSampleError:
+            keys.append("")
+    return keys
 
 
 def read_steps(run: Trained) -> tuple[dict[int, dict[str, Any]], list[str]]:
@@ -211,47 +327,28 @@ def read_keys(run: Trained, keys: Sequence[str]) -> tuple[Counter[int], list[str
             logged.update(zip(line["n"], line["keys"], strict=True))
     for n in sorted(n for n in logged if n in masked or not 0 <= n < run.state.samples_consumed):
         findings.append(f"position {n}: trained on {logged[n]}, the checkpoint says that it was not trained")
-    for segment, first, end in spans(run.state):
-        order = Order(run.reader.shard_sizes, segment.order_settings)
-        ns = np.array(sorted(n for n in logged if first <= n < end), dtype=np.int64)
-        for n, index in zip(ns.tolist(), order.indices(ns).tolist(), strict=True):
-            if logged[n] != keys[index]:
-                findings.append(f"position {n}: trained on {logged[n]}, the order says {keys[index]}")
+    ns = np.array(sorted(n for n in logged if 0 <= n < run.state.samples_consumed), dtype=np.int64)
+    for n, index in zip(ns.tolist(), run.order.places(ns).index.tolist(), strict=True):
+        if logged[n] != keys[index]:
+            findings.append(f"position {n}: trained on {logged[n]}, the order says {keys[index]}")
     return times, findings
-
-
-def _epochs(
-    state: TrainState, masked: set[int], times: Counter[int] | None, digest_matches: bool
-) -> Iterator[EpochAudit]:
-    for number, (segment, first, end) in enumerate(spans(state)):
-        bounds = [
-            first,
-            *range((first // segment.num_samples + 1) * segment.num_samples, end, segment.num_samples),
-            end,
-        ]
-        for start, stop in pairwise(bounds):
-            if start == stop:
-                continue
-            hidden = sum(start <= n < stop for n in masked)
-            due = stop - start - hidden
-            if times is not None:
-                counts = [times[n] for n in range(start, stop) if n not in masked]
-                trained = sum(c > 0 for c in counts)
-                repeated = sum(c - 1 for c in counts if c > 1) + sum(times[n] for n in masked if start <= n < stop)
-                yield EpochAudit(start // segment.num_samples, number, trained, repeated, due - trained, hidden)
-            else:
-                none = 0 if digest_matches else None
-                seen = due if digest_matches else None
-                yield EpochAudit(start // segment.num_samples, number, seen, none, none, hidden)
 
 
 def as_text(result: Audit) -> str:
     """The audit as a table."""
     lines = [f"step {result.step}, {result.samples_consumed} samples consumed, evidence: {result.evidence}"]
-    lines.append(f"{'epoch':>6} {'segment':>8} {'seen':>10} {'repeated':>9} {'skipped':>9} {'masked':>8}")
+    width = max(len(e.source) for e in result.epochs) if result.epochs else 0
+    heads = f"{'source':<{max(6, width)}} " if width else ""
+    lines.append(f"{heads}{'epoch':>6} {'segment':>8} {'seen':>10} {'repeated':>9} {'skipped':>9} {'masked':>8}")
     for e in result.epochs:
         cells = ["?" if v is None else str(v) for v in (e.seen, e.repeated, e.skipped, e.masked)]
-        lines.append(f"{e.epoch:>6} {e.segment:>8} {cells[0]:>10} {cells[1]:>9} {cells[2]:>9} {cells[3]:>8}")
+        source = f"{e.source:<{max(6, width)}} " if width else ""
+        lines.append(f"{source}{e.epoch:>6} {e.segment:>8} {cells[0]:>10} {cells[1]:>9} {cells[2]:>9} {cells[3]:>8}")
+    if len(result.segments) > 1:
+        for number, s in enumerate(result.segments):
+            when = f"from position {s.first_n}, step {s.first_step}, epoch {s.first_epoch}"
+            ahead = "" if s.begun else ", not reached yet"
+            lines.append(f"segment {number}: {when}: global batch {s.global_batch}, {'; '.join(s.sources)}{ahead}")
     totals = [[getattr(e, name) for e in result.epochs] for name in ("repeated", "skipped", "masked")]
     repeated, skipped, hidden = ("?" if None in t else str(sum(t)) for t in totals)
     lines.append(f"{repeated} repeated, {skipped} skipped, {hidden} masked")
@@ -280,22 +377,36 @@ def batch_at(run: Trained, n: int, name: str) -> list[dict[str, Any]]:
     """
     if n < 0:
         raise ConfigError(f"{name}: positions count from 0")
-    number = max(i for i, s in enumerate(run.state.segments) if s.first_n <= n)
-    segment, following = run.state.segments[number], run.state.segments[number + 1 :]
-    order = Order(run.reader.shard_sizes, segment.order_settings)
-    _, end = resume.run_length(run.config, run.state.segments, order)
+    segments, order = run.state.segments, run.order
+    _, end = resume.run_length(run.config, segments, order)
     if n >= end:
         raise ConfigError(f"{name}: the run ends at position {end}, the batch would hold {n}")
-    if following:
-        end = following[0].first_n
-    slots = Stream(order, segment.global_batch, end).step(n - (n - segment.first_n) % segment.global_batch)
-    return [_sample(run, segment, slot) for slot in slots if not slot.surplus]
+    first = max(
+        s.first_batch_n for s in segments if s.first_batch_n <= n
+    )  # where the batches around n are counted from
+    size = next(s.global_batch for s in segments if s.first_batch_n == first)
+    end = min([s.first_batch_n for s in segments if s.first_batch_n > first], default=end)
+    slots = Stream(order, size, end).step(n - (n - first) % size)
+    return [_sample(run, slot) for slot in slots if not slot.surplus]
 
 
-def _sample(run: Trained, segment: Segment, slot: Slot) -> dict[str, Any]:
-    key, captions = run.reader.key(slot.index), run.reader.read_json(slot.index)["captions"]
+def _sample(run: Trained, slot: Slot) -> dict[str, Any]:
+    segment, reader = run.state.segment_at(slot.n), run.data.reader
+    source = segment.parts[slot.part].name
+    place = {"n": slot.n, "epoch": slot.epoch, **({"source": source} if source else {})}
+    try:
+        key, captions = reader.key(slot.index), reader.read_json(slot.index)["captions"]
+    except DamagedSampleError as error:
+        return {
+            **place,
+            "index": slot.index,
+            "key": error.key or "?",
+            "captions": [],
+            "chosen": [],
+            "damaged": str(error),
+        }
     chosen = choose_captions(captions, run.config.data.captions, seed=segment.seed, epoch=slot.epoch, key=key)
-    return {"n": slot.n, "epoch": slot.epoch, "key": key, "captions": captions, "chosen": chosen}
+    return {**place, "index": slot.index, "key": key, "captions": captions, "chosen": chosen}
 
 
 def _position_before(run: Trained, step: int) -> int:
@@ -310,5 +421,5 @@ def _position_before(run: Trained, step: int) -> int:
         before, reached = run.state.samples_consumed, run.state.step
     if step > reached:
         return int(before) + (step - 1 - reached) * run.state.segments[-1].global_batch
-    segment = next(s for s in reversed(run.state.segments) if s.first_step < step)
+    segment = next(s for s in reversed(run.state.segments) if s.first_step < step and s.first_batch_n == s.first_n)
     return segment.first_n + (step - 1 - segment.first_step) * segment.global_batch

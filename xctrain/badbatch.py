@@ -22,10 +22,11 @@ def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:
     """Log the damaged samples of a global batch, and require that there are few of them and some target tokens.
 
     Raises:
-        TrainError: on every rank: more than ``data.max_damaged`` in the whole run, or no slot has a target.
+        TrainError: on every rank: more than ``data.max_damaged`` in the whole run, more than
+            ``data.max_damaged_in_a_row`` behind one another, or no slot has a target.
     """
     if run.log:
-        for entry in consumed.masked:
+        for entry, rank in zip(consumed.masked, consumed.masked_on, strict=True):
             tqdm.write(f"masked, no loss at position {entry.n}: {entry.key}: {entry.reason}", file=sys.stderr)
             run.log.write(
                 event="masked",
@@ -34,18 +35,10 @@ def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:
                 n=entry.n,
                 key=entry.key,
                 reason=entry.reason,
+                rank=rank,
             )
-    damaged = {m.key: m for m in (*state.masked, *consumed.masked) if m.reason.startswith(DAMAGED)}
-    limit = run.config.data.max_damaged
-    if consumed.masked and len(damaged) > limit:
-        last = consumed.masked[-1]
-        raise TrainError(
-            f"{run.config.data.shards}: {len(damaged)} samples are damaged, data.max_damaged is {limit}; the last is "
-            f"{last.key} ({last.reason}); find them all with `python -m shards verify "
-            f"{run.config.data.shards}` and build again",
-            key=last.key,
-            on_every_rank=True,
-        )
+    if consumed.masked:
+        _require_little_damage(run, (*state.masked, *consumed.masked))
     if not consumed.num_targets:
         step = state.step + 1
         raise TrainError(
@@ -55,6 +48,36 @@ def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:
             step=step,
             on_every_rank=True,
         )
+
+
+def _require_little_damage(run: Run, masked: Sequence[Masked]) -> None:
+    data = run.config.data
+    damaged = [m for m in masked if m.reason.startswith(DAMAGED) and m.key not in run.known_damage]
+    number, row = len({m.key for m in damaged}), longest_row([m.n for m in damaged])
+    if number > data.max_damaged:
+        found = f"{number} samples are damaged, data.max_damaged is {data.max_damaged}"
+    elif row > data.max_damaged_in_a_row:
+        found = f"{row} samples in a row are damaged, data.max_damaged_in_a_row is {data.max_damaged_in_a_row}"
+    else:
+        return
+    last = damaged[-1]
+    folders = [str(source.path) for source in data.sources.values()]
+    raise TrainError(
+        f"{', '.join(folders)}: {found}; the last is {last.key} ({last.reason}); find them all with `python -m shards verify "
+        f"{folders[0] if len(folders) == 1 else 'DIR'}` and build again, or list them with its --quarantine FILE and go on "
+        "with data.quarantine=FILE",
+        key=last.key,
+        on_every_rank=True,
+    )
+
+
+def longest_row(ns: Sequence[int]) -> int:
+    """Most positions behind one another among rising ones."""
+    longest = row = 0
+    for before, n in zip([None, *ns], ns, strict=False):
+        row = row + 1 if before is not None and n == before + 1 else 1
+        longest = max(longest, row)
+    return longest
 
 
 def refuse(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from safetensors import SafetensorError, safe_open
 
-from shards.reader import SplitReader
 from xctrain.config import Config
+from xctrain.data import Data
 from xctrain.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def base_model(config: Config, *, weights: bool = True) -> Path | str:
     return config.model.path
 
 
-def ensure_base_model(config: Config, reader: SplitReader, *, weights: bool = True) -> None:
+def ensure_base_model(config: Config, data: Data, *, weights: bool = True) -> None:
     """Build the tiny model unless it is there, download what the config names a hub for; on one process.
 
     Any other one must be there already. Without ``weights`` only a hub model's small files are downloaded.
@@ -49,7 +49,7 @@ def ensure_base_model(config: Config, reader: SplitReader, *, weights: bool = Tr
 
             base.parent.mkdir(parents=True, exist_ok=True)
             try:
-                build_tiny(base, _captions(reader), config.train.seed)
+                build_tiny(base, _captions(data), config.train.seed)
             except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
                 raise RunError(
                     f"{base}: the tiny model cannot be written: {error}; make room, then start again", path=base
@@ -121,9 +121,9 @@ def open_family(config: Config, *, empty: bool = False) -> "Family":
         return models.open_family(config.model, base, config.adapter, config.train.seed, empty=empty)
 
 
-def _captions(reader: SplitReader) -> Iterator[str]:
-    for index in range(len(reader)):
-        yield from reader.read_json(index)["captions"]
+def _captions(data: Data) -> Iterator[str]:
+    for index in data.kept:
+        yield from data.reader.read_json(index)["captions"]
 
 
 def model_id(config: Config) -> str:

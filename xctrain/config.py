@@ -25,10 +25,34 @@ class RunConfig(_Section):
     dir: Path = Field(Path("runs/demo"), description="folder of logs and checkpoints; one run, one folder")
 
 
+class SourceConfig(_Section):
+    """One of several datasets that a run mixes; a bare path is one that is left at its defaults."""
+
+    path: Path = Field(description="shard folder with a manifest.json")
+    repeat: PositiveInt = Field(
+        1,
+        description="times that each of its samples comes in an epoch, spread evenly; once, as samples are worth the same",
+    )
+    quarantine: Path | None = Field(None, description="as data.quarantine, for this dataset")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, values: Any) -> Any:
+        return {"path": values} if isinstance(values, str | Path) else values
+
+
 class DataConfig(_Section):
     """What is read, and by how many workers."""
 
-    shards: Path = Field(Path("data/sample-shards"), description="shard folder with a manifest.json")
+    shards: Path | dict[Annotated[str, Field(pattern="^[0-9A-Za-z_-]+$")], SourceConfig] = Field(
+        Path("data/sample-shards"),
+        description="shard folder with a manifest.json; or several to mix, as `name: path` or `name: {path, repeat}`",
+    )
+    quarantine: Path | None = Field(
+        None,
+        description="list of samples that are left out of the order, as `python -m shards verify DIR --quarantine FILE` "
+        "writes it; none unless given, as a build rejects what is damaged and a sound dataset has nothing to leave out",
+    )
     split: str = _trajectory("train", "split to train on")
     captions: Literal["random", "first", "all"] = _trajectory(
         "random", "which of an image's captions: another one each epoch, the first, or all as rows of one slot"
@@ -45,8 +69,31 @@ class DataConfig(_Section):
     )
     max_damaged: Annotated[int, Field(ge=0)] = Field(
         10,
-        description="different damaged samples that may be masked before the run stops; each is logged with key and reason",
+        description="different damaged samples that may be masked before the run stops; each is logged with key and reason; "
+        "those of data.quarantine do not count. Ten are an accident, more are a broken disk or copy",
     )
+    max_damaged_in_a_row: PositiveInt = Field(
+        5,
+        description="damaged samples at positions behind one another that may be masked before the run stops, however high "
+        "max_damaged is: neighbours are from all over the dataset, so a row of them says that nothing can be read",
+    )
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> "DataConfig":
+        if isinstance(self.shards, dict) and not self.shards:
+            raise ValueError("data.shards names no dataset; give a shard folder, or `name: path` for each of several")
+        if isinstance(self.shards, dict) and self.quarantine:
+            raise ValueError(
+                "data.quarantine is set, data.shards names several datasets; give each its own as data.shards.NAME.quarantine"
+            )
+        return self
+
+    @property
+    def sources(self) -> dict[str, SourceConfig]:
+        """The datasets by name; one that has none is called nothing."""
+        if isinstance(self.shards, dict):
+            return self.shards
+        return {"": SourceConfig(path=self.shards, quarantine=self.quarantine)}
 
 
 class OrderConfig(_Section):
@@ -78,12 +125,6 @@ class ModelConfig(_Section):
     )
     max_length: PositiveInt | None = _trajectory(
         None, "tokens of prompt, image and caption together; a sample that needs more is refused, never cut"
-    )
-    decode: Literal["exact", "fast", "scaled"] = _trajectory(
-        "exact",
-        "how pictures become pixels in training; exact: as the model's own processor does, which scores and captions always "
-        "use; fast: decoded and resized as tensors, off by 0.02 of 255 levels in the mean, or by nothing where that "
-        "processor works on tensors too; scaled: large JPEGs also decoded at a part of their size, off by 1 level",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = _trajectory("float32", "type the weights are held in")
     freeze: tuple[str, ...] = _trajectory((), "patterns of parameter names that do not train, as in `*.vision_tower.*`")
@@ -243,6 +284,9 @@ class EvalConfig(_Section):
     split: str = Field("val", description="split that is captioned and scored")
     every: PositiveInt | None = Field(
         None, description="steps between evaluations; also before the first and after the last step; empty: never"
+    )
+    source: str | None = Field(
+        None, description="which dataset of a mix is scored; empty: each that has the split, one after the other"
     )
     num_images: PositiveInt | None = Field(None, description="first images of the split; empty: all")
     micro_batch: PositiveInt = Field(32, description="images captioned at once on one rank")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shards.atomic import write_file
-from shards.reader import SplitReader
+from shards.joined import SampleReader
 from shards.stream import Slot
+from xctrain.data import Dataset
 from xctrain.errors import RunError
 from xctrain.loader import DAMAGED, SlotRows
 from xctrain.log import JsonLines
@@ -40,10 +41,11 @@ class Evaluation:
     loss: float
     scores: Scores
     captions: tuple[Caption, ...]
+    source: str = ""  # name of the dataset in a mix
 
 
-def evaluate(family: "Family", reader: SplitReader, config: "EvalConfig", ranks: "Ranks") -> Evaluation:
-    """Caption and score the first ``num_images`` of a split; every rank takes part and gets the result.
+def evaluate(family: "Family", dataset: Dataset, config: "EvalConfig", ranks: "Ranks") -> Evaluation:
+    """Caption and score the first ``num_images`` of a dataset's split; every rank takes part and gets the result.
 
     Dropout is off and the generators end as they were, so an evaluation does not move the training around it.
 
@@ -53,8 +55,10 @@ def evaluate(family: "Family", reader: SplitReader, config: "EvalConfig", ranks:
     import torch
     from tqdm import tqdm
 
-    num_images = min(len(reader), config.num_images or len(reader))
-    own = range(ranks.rank, num_images, ranks.world_size)
+    reader, left_out = dataset.reader, set(dataset.source.left_out)
+    kept = [index for index in range(len(reader)) if index not in left_out][: config.num_images]
+    num_images = len(kept)
+    own = kept[ranks.rank :: ranks.world_size]
     rows = SlotRows(reader, "first", seed=0, blank=config.blank)
     chunks = [own[i : i + config.micro_batch] for i in range(0, len(own), config.micro_batch)]
     loss, num_targets = 0.0, 0
@@ -85,7 +89,7 @@ def evaluate(family: "Family", reader: SplitReader, config: "EvalConfig", ranks:
             on_every_rank=True,
         )
     scores = score_captions({c.key: c.caption for c in captions}, {c.key: list(c.references) for c in captions})
-    return Evaluation(config.split, loss / max(1, num_targets), scores, tuple(captions))
+    return Evaluation(config.split, loss / max(1, num_targets), scores, tuple(captions), dataset.source.name)
 
 
 def _row(rows: SlotRows, index: int) -> "Row":
@@ -96,7 +100,7 @@ def _row(rows: SlotRows, index: int) -> "Row":
 
 
 def _captions(
-    family: "Family", reader: SplitReader, chunk: Sequence[int], rows: Sequence["Row"], config: "EvalConfig"
+    family: "Family", reader: SampleReader, chunk: Sequence[int], rows: Sequence["Row"], config: "EvalConfig"
 ) -> list[Caption]:
     texts = family.generate([row.image for row in rows], config.max_new_tokens)
     return [
@@ -107,12 +111,13 @@ def _captions(
 
 def as_event(result: Evaluation) -> dict[str, object]:
     """The figures of an evaluation as a log line has them."""
-    return {"split": result.split, "loss": result.loss, **asdict(result.scores)}
+    source = {"source": result.source} if result.source else {}
+    return {"split": result.split, **source, "loss": result.loss, **asdict(result.scores)}
 
 
-def captions_path(run_dir: Path, step: int) -> Path:
-    """Where the captions written after ``step`` lie."""
-    return run_dir / "captions" / f"step-{step:08d}.jsonl"
+def captions_path(run_dir: Path, step: int, source: str = "") -> Path:
+    """Where the captions written after ``step`` lie; those of a mix's second dataset and on are named after it."""
+    return run_dir / "captions" / f"{f'{source}-' if source else ''}step-{step:08d}.jsonl"
 
 
 def write_captions(path: Path, captions: Sequence[Caption]) -> None:
@@ -122,7 +127,7 @@ def write_captions(path: Path, captions: Sequence[Caption]) -> None:
     write_file(path, "".join(lines).encode())
 
 
-def record(result: Evaluation, run_dir: Path, state: TrainState, log: JsonLines) -> None:
-    """Log an evaluation during a run and keep its captions."""
-    write_captions(captions_path(run_dir, state.step), result.captions)
+def record(result: Evaluation, run_dir: Path, state: TrainState, log: JsonLines, *, first: bool = True) -> None:
+    """Log an evaluation during a run and keep its captions; ``first``: of the first dataset that is scored."""
+    write_captions(captions_path(run_dir, state.step, "" if first else result.source), result.captions)
     log.write(event="eval", step=state.step, samples_consumed=state.samples_consumed, **as_event(result))

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shards.atomic import aside, publish, sync_folder
 from shards.errors import UserError
-from shards.reader import SplitReader
 from shards.settings import load_settings
 from shards.stream import Slot
 from xctrain import basemodel, checkpoint, resume
 from xctrain.collate import Row
 from xctrain.config import Config
+from xctrain.data import open_data
 from xctrain.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -157,14 +157,14 @@ def _first_row(config: Config) -> Row:
     from xctrain.loader import SlotRows
 
     try:
-        rows = SlotRows(SplitReader(config.data.shards, config.data.split), "first", seed=0)
-        row = rows[Slot(n=0, epoch=0, index=0)]
+        data = open_data(config.data)
+        row = SlotRows(data.reader, "first", seed=0)[Slot(n=0, epoch=0, index=data.kept[0])]
         if row.masked:
             raise RunError(row.masked)
         return row
     except UserError as error:
         raise RunError(
-            f"nothing to compare the export on: {error}; or give a picture with --image", path=config.data.shards
+            f"nothing to compare the export on: {error}; or give a picture with --image", path=config.run.dir
         ) from error
 
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shards.atomic import write_file
-from shards.reader import SplitReader
+from shards.joined import SampleReader
 from shards.stream import Slot
 from xctrain.config import Config
+from xctrain.data import Data, joint_quarantine_id
 
 if TYPE_CHECKING:
     from xctrain.collate import Row
@@ -38,7 +39,7 @@ class Length:
         return -self.tokens * self.rows, self.key
 
 
-def rows_of(samples: Sequence[Length], reader: SplitReader, config: Config) -> list["Row"]:
+def rows_of(samples: Sequence[Length], reader: SampleReader, config: Config) -> list["Row"]:
     """These samples, over and over until they fill a micro-batch, each with its longest caption, or with all of them
     where a slot trains on all.
     """
@@ -53,12 +54,12 @@ def rows_of(samples: Sequence[Length], reader: SplitReader, config: Config) -> l
     return [replace(row, captions=(max(row.captions, key=lambda text: len(text.encode())),)) for row in found]
 
 
-def all_lengths(reader: SplitReader, lengths: "RowLengths", config: Config) -> Iterator[Length]:
+def all_lengths(data: Data, lengths: "RowLengths", config: Config) -> Iterator[Length]:
     """The tokens of every sample, in order; reads all captions."""
-    return (_length(reader, lengths, config, index) for index in range(len(reader)))
+    return (_length(data.reader, lengths, config, index) for index in data.kept)
 
 
-def _length(reader: SplitReader, lengths: "RowLengths", config: Config, index: int) -> Length:
+def _length(reader: SampleReader, lengths: "RowLengths", config: Config, index: int) -> Length:
     meta, captions = reader.meta(index), reader.read_json(index)["captions"]
     rows = len(captions) if config.data.captions == "all" else 1
     return Length(index, meta.key, lengths.longest(meta.width, meta.height, captions), rows)
@@ -69,7 +70,7 @@ def largest(found: Iterator[Length], count: int) -> list[Length]:
     return heapq.nsmallest(count, found, key=lambda length: length.rank)
 
 
-def find_largest(reader: SplitReader, lengths: "RowLengths", config: Config) -> list[Length]:
+def find_largest(data: Data, lengths: "RowLengths", config: Config) -> list[Length]:
     """Nearly the largest samples, as many as a micro-batch has: those with the most tokens among the likely ones.
 
     Pictures decide most of a sample's tokens, and their sizes are in the list of samples. Captions are counted only
@@ -85,13 +86,13 @@ def find_largest(reader: SplitReader, lengths: "RowLengths", config: Config) -> 
 
     guesses = (
         (-guess(lengths.of_prompt(meta.width, meta.height), meta.parts[-1].num_bytes), meta.key, i)
-        for i, meta in enumerate(reader.metas())
+        for i, meta in ((i, data.reader.meta(i)) for i in data.kept)
     )
     likely = heapq.nsmallest(max(count, _CANDIDATES), guesses)
-    return largest((_length(reader, lengths, config, index) for _, _, index in likely), count)
+    return largest((_length(data.reader, lengths, config, index) for _, _, index in likely), count)
 
 
-def checked_largest(config: Config, reader: SplitReader, family: "Family", model_id: str) -> list[Length]:
+def checked_largest(config: Config, data: Data, family: "Family", model_id: str) -> list[Length]:
     """The largest samples of a run, after it is sure that every sample fits in `model.max_length`.
 
     Remembered in the run folder, as long as data, model and what else decides lengths stay the same.
@@ -100,7 +101,14 @@ def checked_largest(config: Config, reader: SplitReader, family: "Family", model
         ConfigError: a sample does not fit.
     """
     path = config.run.dir / CACHE
-    about = [reader.manifest.manifest_id, config.data.split, config.data.captions, model_id, config.train.micro_batch]
+    about: list[Any] = [
+        data.manifest_id,
+        joint_quarantine_id(data.sources),
+        config.data.split,
+        config.data.captions,
+        model_id,
+        config.train.micro_batch,
+    ]
     about.append(config.model.model_dump(mode="json", exclude={"path", "freeze", "dtype"}))
     fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     try:
@@ -111,9 +119,9 @@ def checked_largest(config: Config, reader: SplitReader, family: "Family", model
         pass  # absent, or not ours: found again, the same
     if config.model.max_length is not None:
         family.check_lengths(
-            (meta.key, meta.width, meta.height, reader.read_json(i)["captions"])
-            for i, meta in enumerate(reader.metas())
+            (meta.key, meta.width, meta.height, data.reader.read_json(i)["captions"])
+            for i, meta in ((i, data.reader.meta(i)) for i in data.kept)
         )
-    found = find_largest(reader, family.row_lengths(), config)
+    found = find_largest(data, family.row_lengths(), config)
     write_file(path, json.dumps({"of": fingerprint, "samples": [astuple(length) for length in found]}).encode())
     return found

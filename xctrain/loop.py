@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -98,7 +99,7 @@ def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
     slots = [
         (n, key, reason) for b in micro_batches for n, key, reason in zip(b.positions, b.keys, b.masked, strict=True)
     ]
-    own = [Masked(n, key, reason) for n, key, reason in slots if reason and reason != SURPLUS]
+    own = [(Masked(n, key, why), run.ranks.rank) for n, key, why in slots if why and why != SURPLUS]
     digest = sum(int(slot_digest(n, text64(key))) for n, key, reason in slots if not reason) % 2**64
     targets = sum(b.num_targets for b in micro_batches)
     surplus = sum(reason == SURPLUS for _, _, reason in slots)
@@ -106,8 +107,14 @@ def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
     num_targets, low, high, num_surplus, num_masked = run.ranks.sum_ints(
         [targets, digest % 2**32, digest >> 32, surplus, len(own)]
     )
-    masked = tuple(sorted(run.ranks.gather(own), key=lambda m: m.n)) if num_masked else ()
-    return Consumed(num_targets, (low + (high << 32)) % 2**64, run.config.train.global_batch - num_surplus, masked)
+    gathered = sorted(run.ranks.gather(own), key=lambda found: found[0].n) if num_masked else []
+    return Consumed(
+        num_targets,
+        digest=(low + (high << 32)) % 2**64,
+        samples=run.config.train.global_batch - num_surplus,
+        masked=tuple(entry for entry, _ in gathered),
+        masked_on=tuple(rank for _, rank in gathered),
+    )
 
 
 def log_step(
@@ -120,12 +127,12 @@ def log_step(
     samples: int,
 ) -> None:
     """One line of metrics on rank 0, and of trained keys on every rank that logs them."""
-    num_samples = state.segments[-1].num_samples
     if run.keys:
         for i, batch in enumerate(micro_batches):
             slots = [(n, k) for n, k, why in zip(batch.positions, batch.keys, batch.masked, strict=True) if not why]
-            for epoch in sorted({n // num_samples for n, _ in slots}):  # two where a micro-batch straddles the seam
-                inside = [(n, key) for n, key in slots if n // num_samples == epoch]
+            epochs = {n: state.segment_at(n).epoch_at(n) for n, _ in slots}
+            for epoch in sorted({*epochs.values()}):  # two where a micro-batch straddles the seam
+                inside = [(n, key) for n, key in slots if epochs[n] == epoch]
                 run.keys.write(
                     step=state.step,
                     samples_consumed=state.samples_consumed,
@@ -139,7 +146,7 @@ def log_step(
             event="step",
             step=state.step,
             samples_consumed=state.samples_consumed,
-            epoch=state.samples_consumed / num_samples,
+            epoch=state.epochs_done,
             loss=metrics.loss,
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
@@ -150,9 +157,20 @@ def log_step(
             data_wait_s=data_wait_s,
             max_memory_gb=max_memory_gb(),
             digest=f"{state.digest:016x}",
+            **({"sources": per_source(run, state, samples)} if len(state.segments[-1].parts) > 1 else {}),
             **({"overflows": metrics.overflows} if metrics.overflows else {}),
         )
     run.show(state, metrics)
+
+
+def per_source(run: Run, state: TrainState, samples: int) -> dict[str, int]:
+    """How many of the last step's slots each dataset of a mix served."""
+    ns = np.arange(state.samples_consumed - samples, state.samples_consumed)
+    counts: Counter[str] = Counter()
+    for segment, inside in state.split(ns):
+        numbers = np.bincount(run.loader.stream.order.places(inside).part, minlength=len(segment.parts))
+        counts.update({source.name: number for source, number in zip(segment.parts, numbers.tolist(), strict=True)})
+    return dict(counts)
 
 
 def max_memory_gb() -> float:

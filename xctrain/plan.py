@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from shards.order import Order
-from shards.reader import SplitReader
+from shards.joined import SampleReader
 from shards.stream import accumulation, possible_world_sizes
 from xctrain import basemodel, largest, memory, resume
 from xctrain.config import Config
+from xctrain.data import open_data
 from xctrain.errors import ConfigError
 from xctrain.largest import Length
 from xctrain.loader import num_workers
@@ -59,20 +59,20 @@ def make_plan(config: Config, gpus: int) -> Plan:
     Raises:
         ConfigError: no dataset, no such split, no such model, or a checkpoint that is not the model's.
     """
-    reader = SplitReader(config.data.shards, config.data.split)
-    segments = resume.next_segments(config, TrainState(), len(reader), reader.manifest.manifest_id)
-    steps, end = resume.run_length(config, segments, Order(reader.shard_sizes, segments[-1].order_settings))
+    data = open_data(config.data)
+    segments = resume.next_segments(config, TrainState(), data)
+    steps, end = resume.run_length(config, segments, data.order(segments))
     refused = []
     micro_batches: int | None = None
     try:
         micro_batches = accumulation(config.train.global_batch, max(1, gpus), config.train.micro_batch)
     except ConfigError as error:
         refused.append(str(error))
-    basemodel.ensure_base_model(config, reader, weights=False)
+    basemodel.ensure_base_model(config, data, weights=False)
     # Its collator would refuse what this plan is about to report.
     unlimited = config.model_copy(update={"model": config.model.model_copy(update={"max_length": None})})
     family = basemodel.open_family(unlimited, empty=True)
-    lengths = list(largest.all_lengths(reader, family.row_lengths(), config))
+    lengths = list(largest.all_lengths(data, family.row_lengths(), config))
     limit = config.model.max_length
     too_long = [length for length in lengths if limit and length.tokens > limit]
     if too_long:
@@ -81,7 +81,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
             f"{too_long[0].key} needs {too_long[0].tokens} tokens; set it to {max(x.tokens for x in too_long)} or more"
         )
     try:
-        tally = count_memory(config, family, reader, lengths, keeps_gradients=gpus > 1 or micro_batches != 1)
+        tally = count_memory(config, family, data.reader, lengths, keeps_gradients=gpus > 1 or micro_batches != 1)
         note = (
             "memory is that of tensors in a step on the largest samples; leave 1 to 2 GB for the GPU's libraries and its "
             "allocator, and more where evaluation captions many images at once (eval.micro_batch)"
@@ -91,10 +91,10 @@ def make_plan(config: Config, gpus: int) -> Plan:
         note = f"memory cannot be foretold: {error}; the dry step at the start of the run fills it in the first minute"
     return Plan(
         split=config.data.split,
-        samples=len(reader),
-        shards=len(reader.shard_sizes),
+        samples=len(lengths),
+        shards=sum(len(d.reader.shards) for d in data.datasets),
         steps=steps,
-        epochs=end / len(reader),
+        epochs=end / segments[-1].num_samples,
         gpus=gpus,
         possible_gpus=possible_world_sizes(config.train.global_batch, config.train.micro_batch),
         micro_batches=micro_batches,
@@ -114,7 +114,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
 
 
 def count_memory(
-    config: Config, family: "Family", reader: SplitReader, lengths: Sequence[Length], *, keeps_gradients: bool
+    config: Config, family: "Family", reader: SampleReader, lengths: Sequence[Length], *, keeps_gradients: bool
 ) -> Tally:
     """The bytes of a step on the largest samples, without memory for weights.
 

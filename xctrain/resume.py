@@ -8,22 +8,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shards.order import Order
+from shards.errors import counted
+from shards.mix import Stretches
 from shards.settings import read_yaml
 from shards.stream import Stream
 from xctrain import checkpoint
 from xctrain.checkpoint import Checkpoints
 from xctrain.config import Config, trajectory_fields
+from xctrain.data import Data, joint_quarantine_id
 from xctrain.errors import CheckpointError, ConfigError, ResumeError
 from xctrain.log import METRICS, read_lines
-from xctrain.state import Segment, TrainState
+from xctrain.state import Segment, Source, TrainState
 
-# Identity of what is not in the config. Never accepted: positions would mean other samples.
-MANIFEST = "data.shards"
+# Identity of what is not in the config.
+DATA = "data.shards"
+QUARANTINE = "data.quarantine"
 MODEL = "model.path"
-_NEVER_ACCEPTED = {MANIFEST, "data.split"}
-# What a new segment begins with: position goes on, the rest of the epoch comes in another order or other batches.
-_NEW_SEGMENT = {"train.seed", "train.global_batch", "order.fragment", "order.window", "order.lanes"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def checkpoints_of(config: Config) -> Checkpoints:
     return Checkpoints(config.run.dir / "checkpoints", config.train.keep)
 
 
-def find(config: Config, manifest_id: str) -> tuple[ResumePoint | None, list[str]]:
+def find(config: Config, data: Data) -> tuple[ResumePoint | None, list[str]]:
     """Where to go on from by ``train.resume``, None to start; and lines that say what was passed over.
 
     Raises:
@@ -67,7 +67,7 @@ def find(config: Config, manifest_id: str) -> tuple[ResumePoint | None, list[str
             _require_fork(config, checkpoints, path)
         checkpoint.check(path)
     state, position = checkpoint.read_position(path)
-    accepted = accept_changes(config, path, state, manifest_id)
+    accepted = accept_changes(config, path, state, data)
     notes += [f"accepted: {line}" for line in accepted.values()]
     return ResumePoint(path, state, position, tuple(notes)), notes
 
@@ -140,26 +140,21 @@ def _fork_source(config: Config) -> str | None:
     return first.get("source") if first.get("event") == "start" else None
 
 
-def accept_changes(config: Config, path: Path, state: TrainState, manifest_id: str) -> dict[str, str]:
+def accept_changes(config: Config, path: Path, state: TrainState, data: Data) -> dict[str, str]:
     """Fields that differ from the checkpoint's and were accepted by name, each with a line that says so.
 
     Raises:
         ResumeError: a field differs and was not accepted, or cannot be.
     """
     asked = _accepted(config)
-    changes = differences(config, path, state, manifest_id)
-    for name, (saved, now) in changes.items():
-        if name in _NEVER_ACCEPTED:
-            what = "manifest_id" if name == MANIFEST else name
-            raise ResumeError(
-                f"{path.name}: saved with {what}={saved}, {name}={config.data.shards if name == MANIFEST else now} has "
-                f"{now}; these are other samples: use the data that the run began with, or choose another run.dir",
-                path=path,
-            )
+    _require_same_samples(config, path, state, data)
+    changes = differences(config, path, state, data)
     if missing := [name for name in changes if name not in asked]:
         found = ", ".join(f"{name}={changes[name][0]}" for name in missing)
         here = ", ".join(f"{name}={changes[name][1]}" for name in missing)
         pronoun = f"set it to {changes[missing[0]][0]}" if len(missing) == 1 else "set them back"
+        if missing == [QUARANTINE]:
+            pronoun = "give the list that the run had"
         raise ResumeError(
             f"{path.name}: saved with {found}, this run has {here}; {pronoun}, or accept the change with "
             f"train.resume_with={','.join(missing)}, or choose another run.dir",
@@ -168,8 +163,28 @@ def accept_changes(config: Config, path: Path, state: TrainState, manifest_id: s
     return {name: f"{name} was {saved}, is {now}" for name, (saved, now) in changes.items()}
 
 
+def _require_same_samples(config: Config, path: Path, state: TrainState, data: Data) -> None:
+    """Require the data that the epoch under way is made of; positions would mean other samples. Never accepted."""
+    segment = state.segment_at(state.samples_consumed)
+    advice = "these are other samples: use the data that the run began with, or choose another run.dir"
+    if config.data.split != segment.split:
+        raise ResumeError(
+            f"{path.name}: saved with data.split={segment.split}, data.split={config.data.split} has {config.data.split}; "
+            f"{advice}",
+            path=path,
+        )
+    if source := data.missing(segment):
+        here = "; ".join(f"{d.label} has {d.reader.manifest.manifest_id}" for d in data.datasets)
+        named = f" ({source.name})" if source.name else ""
+        if config.data.sources.keys() == {""}:
+            here = f"{DATA}={config.data.shards} has {data.manifest_id}"
+        raise ResumeError(
+            f"{path.name}: saved with manifest_id={source.manifest_id}{named}, {here}; {advice}", path=path
+        )
+
+
 def _require_known_names(config: Config) -> None:
-    names = [*trajectory_fields(config), MODEL]
+    names = [*trajectory_fields(config), MODEL, DATA, QUARANTINE]
     if unknown := sorted(_accepted(config) - {*names}):
         near = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"those are {', '.join(names)}"
@@ -180,18 +195,33 @@ def _accepted(config: Config) -> set[str]:
     return {name.strip() for name in config.train.resume_with.split(",") if name.strip()}
 
 
-def differences(config: Config, path: Path, state: TrainState, manifest_id: str) -> dict[str, tuple[Any, Any]]:
-    """Fields that must match and do not: what the checkpoint has, what the config has."""
+def differences(config: Config, path: Path, state: TrainState, data: Data) -> dict[str, tuple[Any, Any]]:
+    """Fields that must match and do not: what the checkpoint has, what the config has.
+
+    Shards that were added to a dataset are no difference: they come from the next epoch on, see ``next_segments``.
+    """
     saved = read_yaml(path / checkpoint.CONFIG)
     changes: dict[str, tuple[Any, Any]] = {}
-    if state.segments[-1].manifest_id != manifest_id:
-        changes[MANIFEST] = (state.segments[-1].manifest_id, manifest_id)
+    before_parts, parts = state.segments[-1].parts, data.sources
+    if _composition(before_parts) != _composition(parts):
+        changes[DATA] = (_composition(before_parts), _composition(parts))
+    elif (before_id := joint_quarantine_id(before_parts)) != (now_id := joint_quarantine_id(parts)):
+        changes[QUARANTINE] = _left_out(before_parts, before_id), _left_out(parts, now_id)
     for name, now in trajectory_fields(config).items():
         section, field = name.split(".")
         before = saved.get(section, {}).get(field, now)  # a field that is newer than the checkpoint has its default
-        if before != now:
+        if before != now and name != "data.split":
             changes[name] = (before, now)
     return changes
+
+
+def _left_out(sources: tuple[Source, ...], quarantine_id: str | None) -> str:
+    number = counted(sum(len(source.left_out) for source in sources), "sample")
+    return f"{number} ({quarantine_id[:12]})" if quarantine_id else "none"
+
+
+def _composition(sources: tuple[Source, ...]) -> str:
+    return " + ".join(f"{source.name or 'one dataset'} x {source.repeat}" for source in sources)
 
 
 def require_model(config: Config, point: ResumePoint, model_id: str) -> None:
@@ -209,43 +239,90 @@ def require_model(config: Config, point: ResumePoint, model_id: str) -> None:
         )
 
 
-def next_segments(config: Config, state: TrainState, num_samples: int, manifest_id: str) -> tuple[Segment, ...]:
-    """The run's segments up to now: one more if this start changes the order, the global batch or where batches begin.
+def next_segments(config: Config, state: TrainState, data: Data) -> tuple[Segment, ...]:
+    """The run's segments: up to now, one more if this start changes something, and one ahead if the data are others.
 
-    The last batch of a run by epochs ends where the run ends; goes the run on after all, whole batches begin there.
+    Another order, global batch or place where batches begin begins here; the last batch of a run by epochs ends where
+    the run ends, so if the run goes on after all, whole batches begin there. Other data begin with the next epoch: shards
+    that were added, another quarantine list, another mix. Until then the epoch goes on with what it began with.
     """
-    segment = Segment(
-        first_n=state.samples_consumed,
+    here = state.samples_consumed
+    begun = tuple(s for i, s in enumerate(state.segments) if i == 0 or s.first_n < here)
+    wanted = Segment(
+        first_n=here,
         first_step=state.step,
-        first_epoch=state.samples_consumed // num_samples,
-        num_samples=num_samples,
+        first_epoch=0,
+        num_samples=sum(s.repeat * s.num_samples for s in data.sources),
         global_batch=config.train.global_batch,
-        manifest_id=manifest_id,
+        manifest_id=data.manifest_id,
         split=config.data.split,
         seed=config.train.seed,
         fragment=config.order.fragment,
         window=config.order.window,
         lanes=config.order.lanes,
+        quarantine_id=joint_quarantine_id(data.sources),
+        sources=() if data.sources == (Source("", data.manifest_id, len(data.reader)),) else data.sources,
     )
-    if not state.segments:
-        return (segment,)
-    last = state.segments[-1]
-    same = replace(segment, first_n=last.first_n, first_step=last.first_step, first_epoch=last.first_epoch)
-    whole_batches = (state.samples_consumed - last.first_n) % last.global_batch == 0
-    return state.segments if same == last and whole_batches else (*state.segments, segment)
+    if not begun:
+        return (wanted,)
+    last = begun[-1]
+    whole_batches = (here - last.first_batch_n) % last.global_batch == 0
+    if not whole_batches or _batches_and_order(last) != _batches_and_order(wanted):
+        kept = {name: getattr(last, name) for name in _DATA_FIELDS}
+        last = replace(wanted, **kept, first_epoch=last.epoch_at(here))
+        begun = (*begun, last)
+    if last.parts == wanted.parts:
+        return begun
+    ahead = last.epoch_start(here)
+    epoch = last.epoch_at(ahead)
+    following = replace(
+        wanted,
+        first_n=ahead,
+        first_step=last.first_step + max(0, ahead - last.first_batch_n) // last.global_batch,
+        first_epoch=epoch,
+        base_n=ahead,
+        base_epoch=epoch,
+        batches_from=last.first_batch_n,
+    )
+    return (*(s for s in begun if s.first_n < ahead), following)
 
 
-def run_length(config: Config, segments: tuple[Segment, ...], order: Order) -> tuple[int, int]:
+_DATA_FIELDS = ("num_samples", "manifest_id", "quarantine_id", "base_n", "base_epoch", "sources")
+
+
+def _batches_and_order(segment: Segment) -> tuple[object, ...]:
+    return segment.global_batch, segment.order_settings, segment.order_version
+
+
+def describe_data(state: TrainState, segments: tuple[Segment, ...]) -> list[str]:
+    """Lines that say which other data a start has found, and from where on they come."""
+    if segments[-1].parts == state.segment_at(state.samples_consumed).parts:
+        return []
+    ahead, before = segments[-1], state.segment_at(state.samples_consumed)
+    lines = []
+    for source in ahead.parts:
+        old = next((s for s in before.parts if s.name == source.name), None)
+        name = f"{source.name}: " if source.name else ""
+        left_out = f", {len(source.left_out)} left out" if source.left_out else ""
+        times = f", {source.repeat} times an epoch" if source.repeat > 1 else ""
+        if source != old:
+            was = f" instead of {old.num_samples}" if old else ""
+            lines.append(f"{name}{counted(source.num_samples, 'sample')}{was}{left_out}{times}")
+    where = "from here on" if ahead.first_n == state.samples_consumed else "until then its data stay what they were"
+    return [f"other data from epoch {ahead.first_epoch} on, at position {ahead.first_n}: {'; '.join(lines)}; {where}"]
+
+
+def run_length(config: Config, segments: tuple[Segment, ...], order: Stretches) -> tuple[int, int]:
     """Global batches and positions of the whole run, past segments included."""
-    last = segments[-1]
-    batches = 0  # of the past segments, each with its own global batch
-    for segment, following in pairwise(segments):
-        batches += -(-(following.first_n - segment.first_n) // segment.global_batch)
+    groups = {segment.first_batch_n: segment.global_batch for segment in segments}  # by where batches are counted from
+    starts = sorted(groups)
+    last, size = starts[-1], groups[starts[-1]]
+    batches = sum(-(-(after - start) // groups[start]) for start, after in pairwise(starts))
     if config.train.num_steps is not None:
-        return config.train.num_steps, last.first_n + max(0, config.train.num_steps - batches) * last.global_batch
+        return config.train.num_steps, last + max(0, config.train.num_steps - batches) * size
     assert config.train.epochs is not None
-    end = Stream(order, last.global_batch).num_positions(config.train.epochs)
-    return batches + max(0, -(-(end - last.first_n) // last.global_batch)), end
+    end = Stream(order, size).num_positions(config.train.epochs)
+    return batches + max(0, -(-(end - last) // size)), end
 
 
 def newest_checkpoint(run_dir: Path) -> Path:

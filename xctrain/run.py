@@ -28,6 +28,7 @@ class Run:
     loader: Loader
     num_steps: int
     end: int  # positions in the whole run
+    known_damage: frozenset[str]  # keys that a quarantine list names, which come until its epoch begins
     checkpoints: Checkpoints
     log: JsonLines | None  # on rank 0
     keys: JsonLines | None  # on every rank, with train.log_keys
@@ -58,3 +59,4 @@ class Consumed:
     digest: int  # sum of slot_digest over the slots with loss
     samples: int  # slots without the surplus ones
     masked: tuple[Masked, ...]
+    masked_on: tuple[int, ...] = ()  # the rank of each masked slot

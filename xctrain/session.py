@@ -5,15 +5,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shards.errors import UserError
-from shards.reader import SplitReader
 from shards.settings import load_settings
 from xctrain import checkpoint, resume
 from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
+from xctrain.data import held_out, open_data
 from xctrain.errors import ConfigError, TrainError
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.start import Plan, lock, make_plan, open_model, start
@@ -146,33 +147,38 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     from xctrain.evaluate import as_event, evaluate, write_captions
     from xctrain.ranks import join
 
-    reader = SplitReader(config.data.shards, config.eval.split)
+    datasets = held_out(config.data, config.eval.split, config.eval.source)
     if config.eval.checkpoint == "newest" and not config.run.dir.is_dir():
         raise ConfigError(f"run.dir is {config.run.dir}, there is no such folder; train first, or give another run.dir")
     ranks = join(config)
-    training = SplitReader(config.data.shards, config.data.split, reader.manifest)
-    ranks.agree(lambda: ensure_base_model(config, training) if ranks.is_main else None)
+    ranks.agree(lambda: ensure_base_model(config, open_data(config.data)) if ranks.is_main else None)
     family, path = trained_family(config, config.eval.checkpoint)
     family.module.to(ranks.accelerator.device)
-    result = evaluate(family, reader, config.eval, ranks)
-    if ranks.is_main:
-        event: dict[str, Any] = {
-            "checkpoint": path.name if path else "base",
-            "blank": config.eval.blank,
-            **as_event(result),
-        }
-        if out:
-            write_captions(out, result.captions)
-        if as_json:
-            print(json.dumps(event))
-        else:
-            warnings = event.pop("warnings")
-            for name, value in event.items():
-                print(f"{name:>13}  {f'{value:.4f}' if isinstance(value, float) else value}")
-            for warning in warnings:
-                print(f"warning: {warning}")
+    for number, dataset in enumerate(datasets):
+        result = evaluate(family, dataset, config.eval, ranks)
+        if ranks.is_main:
+            event: dict[str, Any] = {
+                "checkpoint": path.name if path else "base",
+                "blank": config.eval.blank,
+                **as_event(result),
+            }
+            if out:
+                named = out.with_name(f"{result.source}-{out.name}") if number else out
+                write_captions(named, result.captions)
+            _print_scores(event, as_json=as_json)
     ranks.close()
     return 0
+
+
+def _print_scores(event: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(event))
+        return
+    warnings = event.pop("warnings")
+    for name, value in event.items():
+        print(f"{name:>13}  {f'{value:.4f}' if isinstance(value, float) else value}")
+    for warning in warnings:
+        print(f"warning: {warning}")
 
 
 def config_of(run_dir: Path) -> Config:
@@ -243,7 +249,7 @@ def _to_best_device(family: "Family") -> None:
         family.module.to("cuda")
 
 
-def report_run(run_dir: Path, out: Path | None, shards: Path | None = None) -> Path:
+def report_run(run_dir: Path, out: Path | None, shards: Sequence[str] = ()) -> Path:
     """Write the run's HTML page, with the audit and pictures where the data are still there."""
     from xctrain import audit
     from xctrain.report import write_report
@@ -259,13 +265,15 @@ def report_run(run_dir: Path, out: Path | None, shards: Path | None = None) -> P
     return write_report(run_dir, out, audit=result, images=_gallery(config, shards))
 
 
-def _gallery(config: Config, shards: Path | None) -> dict[str, bytes]:
-    from xctrain.audit import open_shards
+def _gallery(config: Config, shards: Sequence[str]) -> dict[str, bytes]:
+    from xctrain.audit import where_shards_lie
 
     try:
-        reader = open_shards(config, config.eval.split, shards)
+        found = held_out(where_shards_lie(config, shards).data, config.eval.split, config.eval.source)
     except UserError as error:
         print(f"no pictures in the report: {error}", file=sys.stderr)
         return {}
-    samples = [reader.read(i) for i in range(min(_GALLERY, len(reader)))]
+    left_out, reader = found[0].source.left_out, found[0].reader
+    indices = islice((i for i in range(len(reader)) if i not in left_out), _GALLERY)
+    samples = [reader.read(i) for i in indices]
     return {sample.key: sample.image for sample in samples}

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from shards.atomic import write_file
 from shards.hashing import mix64
-from shards.order import Order
-from shards.reader import SplitReader
+from shards.joined import SampleReader
 from shards.stream import Stream, accumulation
 from xctrain import resume
 from xctrain.config import Config
+from xctrain.data import Data, Dataset, held_out, open_data
 from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.largest import Length, checked_largest, rows_of
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
@@ -41,12 +41,18 @@ _DRY_PASSES = 2  # backward passes after which DDP has packed its gradient bucke
 class Plan:
     """What is known before anything heavy is loaded. The same on every rank."""
 
-    reader: SplitReader
+    data: Data
+    held_out: tuple[Dataset, ...]  # what is scored on the way
     stream: Stream
     num_steps: int
     state: TrainState
     point: resume.ResumePoint | None
     notes: tuple[str, ...]
+
+    @property
+    def reader(self) -> SampleReader:
+        """The samples of all datasets."""
+        return self.data.reader
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
@@ -57,23 +63,24 @@ def make_plan(config: Config, world_size: int) -> Plan:
         FormatError: a shard is not what the manifest says.
         ResumeError: the config forbids this resume.
     """
-    reader = SplitReader(config.data.shards, config.data.split)
-    splits = [reader]
+    data = open_data(config.data)
+    scored: list[Dataset] = []
     if config.eval.every is not None:
         try:
-            splits.append(SplitReader(config.data.shards, config.eval.split, reader.manifest))
+            scored = held_out(config.data, config.eval.split, config.eval.source)
         except ConfigError as error:
             raise ConfigError(f"{error}; set eval.split to one of those, or eval.every=null to score none") from None
     accumulation(config.train.global_batch, world_size, config.train.micro_batch)
-    point, notes = resume.find(config, reader.manifest.manifest_id)
-    require_whole(config, splits)
+    point, notes = resume.find(config, data)
+    require_whole([*data.datasets, *scored], full=config.data.verify == "full")
     state = point.state if point else TrainState()
-    segments = resume.next_segments(config, state, len(reader), reader.manifest.manifest_id)
-    order = Order(reader.shard_sizes, segments[-1].order_settings)
+    segments = resume.next_segments(config, state, data)
+    notes += resume.describe_data(state, segments) if point else []
+    order = data.order(segments)
     num_steps, end = resume.run_length(config, segments, order)
     stream = Stream(order, config.train.global_batch, end)
     state = replace(state, segments=segments, keys_from=keys_from(config, state, point))
-    return Plan(reader, stream, num_steps, state, point, tuple(notes))
+    return Plan(data, tuple(scored), stream, num_steps, state, point, tuple(notes))
 
 
 def keys_from(config: Config, state: TrainState, point: resume.ResumePoint | None) -> int | None:
@@ -84,19 +91,24 @@ def keys_from(config: Config, state: TrainState, point: resume.ResumePoint | Non
     return state.keys_from if own and state.keys_from is not None else state.samples_consumed
 
 
-def require_whole(config: Config, splits: list[SplitReader]) -> None:
-    """Compare every shard with the manifest before a model is loaded: sizes and counts, or every byte."""
-    for reader in splits:
-        reader.require_whole()
-    if config.data.verify == "full":
-        from shards.verify import verify
+def require_whole(datasets: list[Dataset], *, full: bool) -> None:
+    """Compare every shard with the manifest before a model is loaded: sizes and counts, or every byte.
 
-        findings = verify(config.data.shards)
-        if findings:
+    What a quarantine list leaves out may be damaged.
+    """
+    for dataset in datasets:
+        dataset.reader.require_whole()
+    if not full:
+        return
+    from shards.verify import verify
+
+    for dataset in {d.reader.folder: d for d in datasets}.values():
+        folder = dataset.reader.folder
+        if findings := dataset.quarantine.unexpected(verify(folder)):
             raise RunError(
-                f"{config.data.shards}: {len(findings)} findings, first: {findings[0]}; see "
-                f"`python -m shards verify {config.data.shards}` and build again",
-                path=config.data.shards,
+                f"{folder}: {len(findings)} findings, first: {findings[0]}; see `python -m shards verify {folder}` and build "
+                "again",
+                path=folder,
             )
 
 
@@ -130,7 +142,7 @@ def open_model(config: Config, ranks: "Ranks", plan: Plan) -> "tuple[Family, str
     """The base model in its family, built first if it is the tiny one, and what names it."""
     from xctrain import basemodel
 
-    ranks.agree(lambda: basemodel.ensure_base_model(config, plan.reader) if ranks.is_main else None)
+    ranks.agree(lambda: basemodel.ensure_base_model(config, plan.data) if ranks.is_main else None)
 
     def identified() -> str:
         identity = basemodel.model_id(config)
@@ -167,7 +179,7 @@ def start(
 
     if config.train.deterministic:  # not called with False: it imports torch's compiler, which takes a second
         torch.use_deterministic_algorithms(True)
-    found = ranks.agree(lambda: checked_largest(config, plan.reader, family, model_id) if ranks.is_main else None)
+    found = ranks.agree(lambda: checked_largest(config, plan.data, family, model_id) if ranks.is_main else None)
     largest: list[Length] = ranks.from_main(found)
     loader = make_loader(config, ranks, plan, family)
     module = family.module.to(ranks.accelerator.device)
@@ -203,6 +215,7 @@ def start(
         loader=loader,
         num_steps=plan.num_steps,
         end=plan.stream.end,
+        known_damage=plan.data.known_damage,
         checkpoints=resume.checkpoints_of(config),
         log=log,
         keys=keys,
@@ -216,12 +229,10 @@ def start(
 
 def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family") -> "Loader":
     """The loader of this rank."""
-    from xctrain.decode import Decoder
     from xctrain.loader import Loader, SlotRows, num_workers
 
-    decoder = Decoder(config.model.decode, family.collator.least_size if config.model.decode == "scaled" else None)
     return Loader(
-        rows=SlotRows(plan.reader, config.data.captions, config.train.seed, decoder=decoder),
+        rows=SlotRows(plan.reader, config.data.captions, config.train.seed),
         collator=family.collator,
         stream=plan.stream,
         rank=ranks.rank,
@@ -341,8 +352,8 @@ def open_logs(
         # Checkpoints first: a kill in between must not leave one that the logs do not reach.
         notes = [*plan.notes, *resume.checkpoints_of(config).go_back(state.step if plan.point else -1)]
         cut_back(folder, state.samples_consumed if plan.point else -1)
-        for path in (folder / "captions").glob("step-*.jsonl"):
-            if int(path.stem.removeprefix("step-")) > state.step:
+        for path in (folder / "captions").glob("*step-*.jsonl"):
+            if int(path.stem.rpartition("step-")[2]) > state.step:
                 path.unlink()
         write_file(folder / "config.yaml", config.to_yaml().encode())
         environment = {**world, "platform": platform.platform(), "command": sys.argv, "started_in": str(Path.cwd())}
@@ -387,11 +398,10 @@ def evaluator(
         return None
     from xctrain.evaluate import evaluate, record
 
-    reader = SplitReader(config.data.shards, config.eval.split, plan.reader.manifest)
-
     def score(state: TrainState) -> None:
-        result = evaluate(family, reader, config.eval, ranks)
-        if log:
-            record(result, config.run.dir, state, log)
+        for number, dataset in enumerate(plan.held_out):
+            result = evaluate(family, dataset, config.eval, ranks)
+            if log:
+                record(result, config.run.dir, state, log, first=number == 0)
 
     return score

@@ -13,7 +13,8 @@ from torch import Tensor
 from shards.settings import load_settings
 from xctrain import audit
 from xctrain.collate import Batch
-from xctrain.config import Config
+from xctrain.config import Config, DataConfig
+from xctrain.data import Data, open_data
 from xctrain.loop import train
 from xctrain.ranks import Ranks, join
 from xctrain.session import OpenModel
@@ -25,6 +26,11 @@ def config_of(shards: Path, run: Path, **changes: Any) -> Config:
     """The config of a small run; changes are written ``train__seed=3``."""
     values = {"data__workers": 0, "train__num_steps": 10, "train__micro_batch": 4, **changes}
     return load_settings(Config, None, runs.settings(shards, run, **values))
+
+
+def data_of(shards: Path, split: str = "train") -> Data:
+    """The datasets of a run on one folder."""
+    return open_data(DataConfig(shards=shards, split=split))
 
 
 def never() -> bool:

@@ -60,8 +60,8 @@ def test_honest_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str])
     values = json.loads(capsys.readouterr().out)
     assert (values["ok"], values["evidence"], values["step"], values["samples_consumed"]) == (True, "keys", 10, 120)
     assert values["epochs"] == [
-        {"epoch": 0, "segment": 0, "seen": 100, "repeated": 0, "skipped": 0, "masked": 0},
-        {"epoch": 1, "segment": 0, "seen": 20, "repeated": 0, "skipped": 0, "masked": 0},
+        {"epoch": 0, "segment": 0, "source": "", "seen": 100, "repeated": 0, "skipped": 0, "masked": 0},
+        {"epoch": 1, "segment": 0, "source": "", "seen": 20, "repeated": 0, "skipped": 0, "masked": 0},
     ]
 
 
@@ -174,7 +174,7 @@ def test_folder_without_a_checkpoint_is_refused(run: Path, change: Callable[[Pat
 def test_other_data_than_was_trained_on_is_refused_with_both_manifests(drawn_shards: Path, tmp_path: Path) -> None:
     shards = Path(shutil.copytree(drawn_shards, tmp_path / "shards"))
     train_here(shards, tmp_path / "run")
-    saved = audit.open_run(tmp_path / "run").reader.manifest.manifest_id
+    saved = audit.open_run(tmp_path / "run").data.manifest_id
     shutil.rmtree(shards)
     found = write_dataset(shards, {"train": [90]}).manifest_id
     with pytest.raises(UserError, match=f"manifest_id is {found}, the run was trained on {saved}"):

@@ -5,21 +5,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small import config_of
+from small import config_of, data_of
 
-from shards.reader import SplitReader
 from xctrain.basemodel import base_model, ensure_base_model, model_id, open_family
 from xctrain.errors import ConfigError, RunError
 
 
 def test_tiny_model_is_built_once_and_named_alike_wherever_it_lies(drawn_shards: Path, tmp_path: Path) -> None:
     config = config_of(drawn_shards, tmp_path / "run", train__seed=3)
-    reader = SplitReader(drawn_shards, "train")
-    ensure_base_model(config, reader)
+    data = data_of(drawn_shards)
+    ensure_base_model(config, data)
     folder = tmp_path / "run" / "base-model"
     assert base_model(config) == folder
     written = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    ensure_base_model(config, reader)
+    ensure_base_model(config, data)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == written
 
     moved = config_of(drawn_shards, tmp_path / "run", model__path=shutil.copytree(folder, tmp_path / "elsewhere"))
@@ -38,7 +37,7 @@ def test_folder_that_is_not_there_is_named(drawn_shards: Path, tmp_path: Path) -
     with pytest.raises(
         ConfigError, match=r"model.path: .*nothing: there is no such folder; give a model folder or a hub"
     ):
-        ensure_base_model(config, SplitReader(drawn_shards, "train"))
+        ensure_base_model(config, data_of(drawn_shards))
 
 
 @pytest.mark.parametrize("name", ["llava", "models/of/mine"])
@@ -49,7 +48,7 @@ def test_name_that_cannot_be_the_hubs_is_a_folder_that_is_not_there(
     with pytest.raises(
         ConfigError, match=rf"model.path: {name}: there is no such folder; give a model folder or a hub"
     ):
-        ensure_base_model(config, SplitReader(drawn_shards, "train"))
+        ensure_base_model(config, data_of(drawn_shards))
 
 
 def test_hub_name_is_asked_for_once(drawn_shards: Path, tmp_path: Path) -> None:
@@ -57,12 +56,12 @@ def test_hub_name_is_asked_for_once(drawn_shards: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"nobody/nothing: there is no such folder, and the hub does not have it or can"
     ):
-        ensure_base_model(config, SplitReader(drawn_shards, "train"))
+        ensure_base_model(config, data_of(drawn_shards))
 
 
 def test_cut_weight_file_is_named(drawn_shards: Path, tmp_path: Path) -> None:
     config = config_of(drawn_shards, tmp_path / "run")
-    ensure_base_model(config, SplitReader(drawn_shards, "train"))
+    ensure_base_model(config, data_of(drawn_shards))
     weights = tmp_path / "run" / "base-model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(
@@ -80,8 +79,8 @@ def test_full_disk_while_the_tiny_model_is_written_is_said(drawn_shards: Path, t
             with pytest.raises(
                 RunError, match=r"base-model: the tiny model cannot be written: .*; make room, then start"
             ):
-                ensure_base_model(config, SplitReader(drawn_shards, "train"))
+                ensure_base_model(config, data_of(drawn_shards))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    ensure_base_model(config, SplitReader(drawn_shards, "train"))
+    ensure_base_model(config, data_of(drawn_shards))
     assert (tmp_path / "run" / "base-model" / "config.json").exists()

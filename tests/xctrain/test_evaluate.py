@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import config_of
+from small import config_of, data_of
 from tiny import TinyFamily, TinyModel
 
 from shards.reader import SplitReader
@@ -25,7 +25,7 @@ def result_of(shards: Path, ranks: Ranks, **settings: object) -> Evaluation:
     torch.manual_seed(5)
     family = TinyFamily(TinyModel(dropout=0.5))
     config = EvalConfig.model_validate({"max_new_tokens": 3, **settings})
-    return evaluate(family, SplitReader(shards, config.split), config, ranks)
+    return evaluate(family, data_of(shards, config.split).datasets[0], config, ranks)
 
 
 def test_every_image_is_captioned_once_whatever_the_batch(drawn_shards: Path, ranks: Ranks) -> None:
@@ -47,7 +47,7 @@ def test_first_images_only(drawn_shards: Path, ranks: Ranks) -> None:
 def test_generators_and_mode_end_as_they_were(drawn_shards: Path, ranks: Ranks) -> None:
     family = TinyFamily(TinyModel(dropout=0.5))
     before = torch.get_rng_state()
-    evaluate(family, SplitReader(drawn_shards, "val"), EvalConfig(num_images=2, max_new_tokens=1), ranks)
+    evaluate(family, data_of(drawn_shards, "val").datasets[0], EvalConfig(num_images=2, max_new_tokens=1), ranks)
     assert torch.equal(torch.get_rng_state(), before)
     assert family.module.training
 

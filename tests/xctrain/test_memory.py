@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small import config_of, never
+from small import config_of, data_of, never
 from torch import nn
 from xcomposers import build_xcomposer
 
-from shards.reader import SplitReader
 from xctrain import basemodel
 from xctrain.config import Config
 from xctrain.largest import find_largest, rows_of
@@ -48,7 +47,7 @@ def measured(config: Config) -> Tally:
     plan = make_start_plan(config, 1)
     family, model_id = open_model(config, ranks, plan)
     run = start(config, ranks, plan, family, model_id, stop_asked=never, show=lambda *_: None)
-    largest = find_largest(plan.reader, family.row_lengths(), config)
+    largest = find_largest(plan.data, family.row_lengths(), config)
     batch = family.collator(rows_of(largest, plan.reader, config))
     micro_batches = [batch] * (config.train.global_batch // config.train.micro_batch)
     consumed = Consumed(num_targets=batch.num_targets * len(micro_batches), digest=0, samples=0, masked=())
@@ -181,8 +180,8 @@ def test_parameters_without_gradient_take_no_state(drawn_shards: Path, tmp_path:
     config = config_with(base, drawn_shards, tmp_path)
     family = basemodel.open_family(config, empty=True)
     family.module.register_parameter("unused", nn.Parameter(torch.empty(1_000_000, device="meta")))
-    reader = SplitReader(drawn_shards, "train")
-    batch = family.collator(rows_of(find_largest(reader, family.row_lengths(), config), reader, config))
+    data = data_of(drawn_shards)
+    batch = family.collator(rows_of(find_largest(data, family.row_lengths(), config), data.reader, config))
 
     tally = foretell(family.module, batch, config.optim, precision="fp32", keeps_gradients=False)
 

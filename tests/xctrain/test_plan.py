@@ -10,7 +10,7 @@ import pytest
 import runs
 import torch
 from conftest import drawn_sample
-from small import config_of, train_here
+from small import config_of, data_of, train_here
 from tiny import TinyFamily, TinyModel
 from torch import Tensor
 from xcomposers import build_xcomposer
@@ -105,15 +105,15 @@ class TestCommand:
 
 def test_tokens_are_those_of_the_rows(drawn_shards: Path, tmp_path: Path, base: Path) -> None:
     config = config_of(drawn_shards, tmp_path, model__family="xcomposer", model__path=base)
-    reader = SplitReader(drawn_shards, "train")
+    data = data_of(drawn_shards)
     family = basemodel.open_family(config, empty=True)
 
-    for length in list(all_lengths(reader, family.row_lengths(), config))[::25]:
-        sample = reader.read(length.index)
+    for length in list(all_lengths(data, family.row_lengths(), config))[::25]:
+        sample = data.reader.read(length.index)
         rows = [Row(0, 0, sample.key, sample.open_image(), (caption,)) for caption in sample.captions]
         assert length.tokens == family.collator(rows).labels.shape[1]
-    assert largest(all_lengths(reader, family.row_lengths(), config), 4) == find_largest(
-        reader, family.row_lengths(), config
+    assert largest(all_lengths(data, family.row_lengths(), config), 4) == find_largest(
+        data, family.row_lengths(), config
     )
 
 
@@ -172,7 +172,6 @@ def test_where_a_slot_trains_on_all_captions_the_sample_with_most_in_all_is_the_
             drawn = drawn_sample(number)
             writer.write(replace(drawn, meta={**drawn.meta, "captions": captions}))
     Manifest((writer.entry,)).save(tmp_path)
-    reader = SplitReader(tmp_path, "train")
     for captions, longest, largest_key in (("random", 1, 1), ("all", 1, 2)):
         config = config_of(
             tmp_path, tmp_path / "run", model__family="xcomposer", model__path=base, data__captions=captions
@@ -180,7 +179,7 @@ def test_where_a_slot_trains_on_all_captions_the_sample_with_most_in_all_is_the_
         plan = make_plan(config, 0)
         assert (int(plan.longest.key), int(plan.largest.key)) == (longest, largest_key)
         lengths = basemodel.open_family(config, empty=True).row_lengths()
-        assert find_largest(reader, lengths, config)[0] == plan.largest
+        assert find_largest(data_of(tmp_path), lengths, config)[0] == plan.largest
     assert "largest sample: 000000000002, 3 captions a slot, rows of up to" in as_text(plan)
 
 
@@ -194,13 +193,13 @@ class Picky(TinyModel):
 
 def test_memory_that_depends_on_weights_cannot_be_foretold(drawn_shards: Path, tmp_path: Path) -> None:
     config = config_of(drawn_shards, tmp_path)
-    reader = SplitReader(drawn_shards, "train")
+    data = data_of(drawn_shards)
     with torch.device("meta"):
         family = TinyFamily(Picky(0.1))
-    lengths = list(all_lengths(reader, family.row_lengths(), config))
+    lengths = list(all_lengths(data, family.row_lengths(), config))
 
     with pytest.raises(NeedsNumbersError, match=r"the code of Picky asks for numbers .* \(aten.nonzero.default\)"):
-        count_memory(config, family, reader, lengths, keeps_gradients=False)
+        count_memory(config, family, data.reader, lengths, keeps_gradients=False)
 
 
 class Watched(TinyModel):

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import drawn_sample
-from small import config_of, train_here
+from small import config_of, data_of, train_here
 
-from shards.reader import SplitReader
 from xctrain import __main__ as main
 from xctrain import session
 from xctrain.basemodel import ensure_base_model
@@ -110,7 +109,7 @@ def test_checkpoint_to_score_may_be_named(run: Path, drawn_shards: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"eval.checkpoint is nothing, there is no such folder; give a checkpoint"):
         trained_family(config, "nothing")
     fresh = config_of(drawn_shards, tmp_path / "fresh", **SHORT)
-    ensure_base_model(fresh, SplitReader(drawn_shards, "train"))
+    ensure_base_model(fresh, data_of(drawn_shards))
     with pytest.raises(CheckpointError, match=r"fresh: has no whole checkpoint; train first"):
         trained_family(fresh, "newest")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from small import data_of
 from xcomposers import build_xcomposer
 
 from shards.errors import ConfigError
-from shards.reader import SplitReader
 from shards.settings import load_settings
 from xctrain.basemodel import base_model, ensure_base_model, model_id
 from xctrain.config import Config, ModelConfig
@@ -165,15 +165,15 @@ def test_a_missing_library_of_modelscope_is_named(drawn_shards: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"model.source is modelscope, its library is not installed; pip install 'xctr"
     ):
-        ensure_base_model(config, SplitReader(drawn_shards, "train"))
+        ensure_base_model(config, data_of(drawn_shards))
 
 
 def test_a_folder_is_taken_as_it_is_and_a_hub_name_is_not_guessed(drawn_shards: Path, folder: Path) -> None:
-    reader = SplitReader(drawn_shards, "train")
+    data = data_of(drawn_shards)
     settings = ["train.num_steps=1", "model.family=xcomposer"]
     config = load_settings(Config, None, [*settings, f"model.path={folder}"])
-    ensure_base_model(config, reader)
+    ensure_base_model(config, data)
     assert (base_model(config), len(model_id(config))) == (str(folder), 16)
 
     with pytest.raises(ConfigError, match=r"model.path: a/b: there is no such folder; .* model.source=huggingface"):
-        ensure_base_model(load_settings(Config, None, [*settings, "model.path=a/b"]), reader)
+        ensure_base_model(load_settings(Config, None, [*settings, "model.path=a/b"]), data)
