@@ -1,4 +1,4 @@
-"""Command line of the build: ``build``, ``download``, ``sample`` and ``serve``."""
+"""Command line of the build: ``build``, ``add``, ``download``, ``sample`` and ``serve``."""
 
 import argparse
 import json
@@ -24,6 +24,14 @@ def main(argv: Sequence[str]) -> int:
     build.add_argument("--json", action="store_true", help="print the result as JSON")
     build.set_defaults(run=_build)
 
+    add = commands.add_parser("add", help="new records to a shard folder, as new shards", epilog=EPILOG)
+    add.add_argument("folder", metavar="DIR", help="shard folder or address; its shards stay as they are")
+    add.add_argument("config", type=Path, metavar="CONFIG.yaml", help="of a build; its out is not used")
+    add.add_argument("overrides", nargs="*", metavar="section.field=value", help="on top of the file")
+    add.add_argument("--plain", action="store_true", help="run without any Prefect API")
+    add.add_argument("--json", action="store_true", help="print the result as JSON")
+    add.set_defaults(run=_build)
+
     download = commands.add_parser("download", help="fetch the COCO files, or a list of URLs", epilog=EPILOG)
     download.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="see configs/download.yaml; or --out alone")
     download.add_argument("overrides", nargs="*", metavar="field=value", help="on top of the file")
@@ -45,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     serve.add_argument("--port", type=int, default=4200, help="port of the server (default %(default)s)")
     serve.set_defaults(run=_serve)
 
-    for command in (parser, build, download, sample, serve):
+    for command in (parser, build, add, download, sample, serve):
         command.add_argument("--debug", action="store_true", help="show tracebacks")  # shards.cli.run takes it
     arguments = cli.parse_with_settings(parser, argv)
     return int(arguments.run(arguments))
@@ -56,12 +64,17 @@ def _build(arguments: argparse.Namespace) -> int:
     from pipelines.errors import InterruptedBuildError
     from shards.settings import load_settings
 
-    config = load_settings(BuildConfig, arguments.config, arguments.overrides)
+    adding = arguments.command == "add"
+    overrides = [*arguments.overrides, *([f"out={arguments.folder}"] if adding else [])]
+    config = load_settings(BuildConfig, arguments.config, overrides)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        from pipelines.addition import Addition
+        from pipelines.build import Build
         from pipelines.run import run_plain, run_with_prefect
 
-        summary = run_plain(config) if arguments.plain else run_with_prefect(config)
+        kind = Addition if adding else Build
+        summary = run_plain(config, kind) if arguments.plain else run_with_prefect(config, kind)
     except KeyboardInterrupt:
         raise InterruptedBuildError(
             f"{config.out}: the build was stopped; finished shards are kept, the same command goes on from there"

@@ -21,6 +21,7 @@ from pipelines.config import BuildConfig, FilterConfig
 from pipelines.errors import BuildError, RejectShareError, system_error
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import fingerprint, seen
+from pipelines.held import NOTHING_HELD, Held
 from pipelines.hold import Hold
 from pipelines.images import Images, open_images
 from pipelines.measure import Picture, measure
@@ -30,11 +31,13 @@ from pipelines.records import id_order, key_of
 from pipelines.sources import Origin, open_sources
 from pipelines.spool import FACTS, Numbers, Spool
 from pipelines.state import SETTINGS, State, shard_files, write_result
+from pipelines.upload import Upload
 from pipelines.workers import Processes, Threads, Workers
 from shards.atomic import publish, write_file, written_aside
 from shards.errors import ConfigError, counted, describe
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
+from shards.remote import is_remote
 from shards.sample import Sample, canonical_json
 from shards.writer import ShardWriter
 
@@ -47,12 +50,15 @@ WHERE = ("place", "source")  # of a record: where its picture is; not in rejects
 class Summary:
     """What a build came to. ``unchanged``: the folder held just this already, nothing was written."""
 
-    out: Path
+    out: Path | str
     manifest_id: str
     splits: Mapping[str, int]
     rejected: Mapping[str, int]
     unchanged: bool
     stale: Sequence[str] = field(default_factory=tuple)
+    parent: str | None = None  # what was added to
+    added: Mapping[str, int] = field(default_factory=dict)  # samples by split
+    num_sent: int = 0  # objects sent to an address
 
     def to_json(self) -> dict[str, Any]:
         """The same for programs."""
@@ -62,22 +68,32 @@ class Summary:
             "splits": dict(self.splits),
             "rejected": dict(self.rejected),
             "stale": list(self.stale),
+            "added": dict(self.added),
         }
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Summary":
         """The summary that ``to_json`` gave."""
-        return Summary(**{**values, "out": Path(values["out"])})
+        out = values["out"]
+        return Summary(**{**values, "out": out if is_remote(out) else Path(out)})
 
     def __str__(self) -> str:
         kept = ", ".join(f"{split} {count}" for split, count in self.splits.items())
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.rejected.items()))
+        what = f"{sum(self.splits.values())} kept ({kept})"
+        if self.added:
+            added = ", ".join(f"{split} {count}" for split, count in self.added.items())
+            what = f"{sum(self.added.values())} added ({added}) to now {sum(self.splits.values())} ({kept})"
         lines = [
-            f"{self.out}: {sum(self.splits.values())} kept ({kept}), {sum(self.rejected.values())} rejected"
+            f"{self.out}: {what}, {sum(self.rejected.values())} rejected"
             + (f" ({reasons})" if reasons else "")
             + (", nothing has changed" if self.unchanged else ""),
             f"manifest_id {self.manifest_id}",
         ]
+        if self.added:
+            lines.append(f"parent      {self.parent}")
+        if self.num_sent:
+            lines.append(f"{counted(self.num_sent, 'object')} sent")
         if self.stale:
             lines.append(f"no longer part of it: {', '.join(self.stale)}; build.overwrite=true removes them")
         return "\n".join(lines)
@@ -103,15 +119,30 @@ class Build:
 
     def _read_input(self) -> None:
         config = self.config
+        self._upload: Upload | None = None
         self.origins = open_sources(config)
         for origin in self.origins:
             require_images(origin.source)
-        self.state = State(config.out)
+        if isinstance(config.out, str):
+            self._upload = Upload(config.folder, config.out, config.build.overwrite)
+        self.state = self._open_state()
         self.settings = {
             **config.written_settings,
             "sources": _described(self.origins),
         }
         self.state.check(self.settings, config.build.overwrite)
+
+    @property
+    def page(self) -> Path:
+        """The report that ``publish`` writes."""
+        return self.config.folder / "report.html"
+
+    def _open_state(self) -> State:
+        return State(self.config.folder)
+
+    def _held_already(self) -> Held:
+        """What the dataset holds that is added to; a build begins with nothing."""
+        return NOTHING_HELD
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
@@ -136,7 +167,9 @@ class Build:
         spool = Spool(self.state.folder, self.config.build.seed)
         self._held.callback(spool.close)
         with progress_bar(None, "read") as progress:
-            self.planned = make_plan(self.config, self.origins, spool, self.state.folder, self._hash_files, progress)
+            self.planned = make_plan(
+                self.config, self.origins, spool, self.state.memory, self._hash_files, progress, self._held_already()
+            )
         self._pieces = {piece.name: piece for piece in self.planned.slices}
         return [piece.name for piece in self.planned.slices if not self.state.finished(piece)]
 
@@ -193,17 +226,23 @@ class Build:
         self.hold.release()
 
     def publish(self) -> Summary:
-        """Make the folder the dataset that was built; the manifest comes last.
+        """Make the folder, or the address, the dataset that was built; the manifest comes last.
 
         Raises:
             RejectShareError: too much was rejected; what was published before stays.
+            RemoteError: the store refused, or went away.
         """
-        found = {piece.name: self.state.finished(piece) for piece in self.planned.slices}
-        if missing := [name for name, place in found.items() if place is None]:
-            raise BuildError(f"{self.config.out}: {missing[0]} was changed while building; run the build again")
-        places = {name: place for name, place in found.items() if place is not None}
+        summary = self._publish()
+        if self._upload is None:
+            return summary
+        with progress_bar(None, "send", "B") as progress:
+            sent = self._upload.send(progress)
+        return dataclasses.replace(summary, num_sent=sent, unchanged=summary.unchanged and not sent)
+
+    def _publish(self) -> Summary:
+        places = self._places()
         results = [result for _, result in places.values()]
-        rejects = _rejects_jsonl(self.planned, results)
+        rejects = rejects_jsonl(self.planned, results)
         rejected = Counter(str(r["reason"]) for result in results for r in result["rejects"])
         self._check_share(rejected, results, rejects)
         manifest = Manifest(
@@ -212,7 +251,7 @@ class Build:
         stale = self.state.stale(set(places))
         staged = {name: result for name, (target, result) in places.items() if target == self.state.next}
         files = {MANIFEST: manifest.to_json(), "rejects.jsonl": rejects}
-        unchanged = not staged and not (stale and self.config.build.overwrite) and _holds(self.config.out, files)
+        unchanged = not staged and not (stale and self.config.build.overwrite) and _holds(self.config.folder, files)
         if unchanged:
             self.state.write_json(SETTINGS, self.settings)
         else:
@@ -226,13 +265,22 @@ class Build:
         left = () if self.config.build.overwrite else tuple(stale)
         return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, left)
 
-    def _check_share(self, rejected: Mapping[str, int], results: Sequence[Any], rejects: bytes) -> None:
+    def _places(self) -> dict[str, tuple[Path, dict[str, Any]]]:
+        """Folder and result of every planned shard."""
+        found = {piece.name: self.state.finished(piece) for piece in self.planned.slices}
+        if missing := [name for name, place in found.items() if place is None]:
+            raise BuildError(f"{self.config.out}: {missing[0]} was changed while building; run the build again")
+        return {name: place for name, place in found.items() if place is not None}
+
+    def _check_share(
+        self, rejected: Mapping[str, int], results: Sequence[Any], rejects: bytes, may_be_empty: bool = False
+    ) -> None:
         total, allowed = sum(rejected.values()), self.config.build.max_reject_share
         num_records = self.planned.num_records
         empty = [
             s.name
             for s in self.planned.splits
-            if not any(r["entry"] and r["entry"]["split"] == s.name for r in results)
+            if not may_be_empty and not any(r["entry"] and r["entry"]["split"] == s.name for r in results)
         ]
         if total <= allowed * num_records and not empty:
             return
@@ -243,7 +291,7 @@ class Build:
         raise RejectShareError(
             f"{self.config.out}: {total} of {counted(num_records, 'record')} rejected ({reasons}), {limit}; nothing was "
             f"published; look into {self.state.folder / 'rejects.jsonl'}, then correct the source, the filters or the share",
-            path=self.config.out,
+            path=self.config.folder,
         )
 
     def _replace(self, files: Mapping[str, bytes], staged: Mapping[str, dict[str, Any]], stale: Sequence[str]) -> None:
@@ -254,10 +302,10 @@ class Build:
         self._require_replaceable([*files, *(n for result in staged.values() for n in shard_files(result["entry"]))])
         with ExitStack() as written:
             for name, data in files.items():  # the first one is renamed last: the manifest
-                file = written.enter_context(written_aside(self.config.out / name))
+                file = written.enter_context(written_aside(self.config.folder / name))
                 file.write(data)
                 file.flush()
-            (self.config.out / MANIFEST).unlink(missing_ok=True)
+            (self.config.folder / MANIFEST).unlink(missing_ok=True)
             self.state.write_json(SETTINGS, self.settings)
             for name, result in staged.items():
                 self.state.adopt(name, result)
@@ -266,7 +314,7 @@ class Build:
                     self.state.remove_shard(name)
 
     def _require_replaceable(self, names: Sequence[str]) -> None:
-        for path in (self.config.out / name for name in names):
+        for path in (self.config.folder / name for name in names):
             if path.is_dir():
                 raise BuildError(
                     f"{path}: is a folder where the build writes a file; nothing was replaced; move it away and run the "
@@ -293,7 +341,7 @@ def _holds(out: Path, files: Mapping[str, bytes]) -> bool:
     )
 
 
-def _rejects_jsonl(planned: Plan, results: Sequence[Mapping[str, Any]]) -> bytes:
+def rejects_jsonl(planned: Plan, results: Sequence[Mapping[str, Any]]) -> bytes:
     order = {split.name: i for i, split in enumerate(planned.splits)}
     rows = [{k: v for k, v in row.items() if k not in WHERE} for result in results for row in result["rejects"]]
     rows.sort(key=lambda row: (order[row["split"]], id_order(row["image_id"])))
@@ -340,6 +388,7 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
     target = Path(order["folder"])
     rejects: list[dict[str, Any]] = []
     stats: dict[str, Counter[str]] = {}
+    kept: Counter[str] = Counter()  # by source
     records = iter(order["records"])
     entry = None
     with ExitStack() as stack:
@@ -353,11 +402,13 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
                 writer = writer or stack.enter_context(ShardWriter(folder, order["name"], order["split"]))
                 writer.write(_sample(record, judged), judged.flags)
                 report.count(stats, record, judged)
+                kept[str(record.get("source", 0))] += 1
             progress(len(chunk))
     if writer is not None:
         entry = dataclasses.asdict(writer.entry)
     result = {
         "digest": order["digest"],
+        "kept": dict(kept),
         "entry": entry,
         "rejects": rejects,
         "stats": {name: dict(counts) for name, counts in stats.items()},

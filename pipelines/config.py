@@ -1,6 +1,7 @@
 """``BuildConfig``: everything a build can be told. Also the parameters of the Prefect flow, whose form shows it."""
 
 import difflib
+import hashlib
 import importlib.util
 import math
 import os
@@ -19,6 +20,10 @@ def _as_text(value: Any) -> Any:
 
 # A path or an address such as s3://bucket/folder. Text, as pathlib makes one slash of two.
 Location = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+
+
+# An address that a build can write to.
+Address = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+")]
 
 
 class Settings(BaseModel):
@@ -178,6 +183,11 @@ class RunConfig(Settings):
         0.5, ge=0, le=1, description="Share of rejected records above which nothing is published: half the "
         "pictures lost means a wrong folder rather than bad pictures.",
     )  # fmt: skip
+    staging: Path | None = Field(
+        None,
+        description="Folder in which a build is made whose out is an address; kept, so that a rerun sends only what differs. "
+        "Default: one for each address in data/staging.",
+    )
     gallery: int = Field(24, ge=0, le=200, description="Pictures of either kind, kept and rejected, in the report.")
 
     @model_validator(mode="after")
@@ -341,7 +351,10 @@ class BuildConfig(Settings):
         "where there is one.",
     )
     split: SplitConfig = Field(default_factory=lambda: SplitConfig(), description="How records are dealt to splits.")
-    out: Path = Field(description="Shard folder to write.")
+    out: Address | Path = Field(
+        description="Shard folder to write: a path, or an address such as s3://bucket/shards, to which what was built in "
+        "build.staging is sent."
+    )
     build: RunConfig = Field(default_factory=lambda: RunConfig(), description="How the build runs.")
     filters: FilterConfig = Field(default_factory=lambda: FilterConfig(), description="What is rejected.")
 
@@ -358,6 +371,23 @@ class BuildConfig(Settings):
         if self.split_by == "source" and any(s.split_field for s in self.all_sources):
             raise ValueError("split_field is given, but split.by=source does not use it; set split.by=official")
         return self
+
+    @model_validator(mode="after")
+    def _writable(self) -> "BuildConfig":
+        if isinstance(self.out, str) and self.out.startswith("http"):
+            raise ValueError(
+                f"out is {self.out!r}, and a web server cannot be written to; give s3://, gs:// or a folder"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine writes the shards: ``out``, or for an address the folder that is sent there."""
+        if isinstance(self.out, Path):
+            return self.out
+        address = self.out.rstrip("/")
+        name = f"{address.rpartition('/')[2]}-{hashlib.sha256(address.encode()).hexdigest()[:8]}"
+        return self.build.staging or Path("data/staging") / name
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:

@@ -12,9 +12,10 @@ from importlib import metadata
 
 from PIL import Image, ImageOps
 
+from pipelines import jpeg
 from pipelines.config import FilterConfig
 from pipelines.filters import judge_header
-from pipelines.measure import FORMATS, check_png, decode_jpeg, orientation, to_rgb
+from pipelines.measure import FORMATS, check_png, orientation, to_rgb
 from shards.sample import canonical_json
 
 SIDE_PX = 64  # the hash looks at 32 x 32 of brightness; a JPEG is decoded at the smallest scale that gives twice that
@@ -49,8 +50,7 @@ def _brightness(data: bytes, limits: FilterConfig) -> Image.Image | None:
         if judge_header(*image.size, image.mode, limits):
             return None
         if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and orientation(image) == 1:
-            pixels = decode_jpeg(data, SIDE_PX)
-            gray = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels).convert("L")
+            gray = Image.fromarray(jpeg.decode(data, image.mode, SIDE_PX)).convert("L")
         else:
             if image.format == "PNG":
                 check_png(data)

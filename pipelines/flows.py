@@ -14,6 +14,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BaseModel
 
 from pipelines import cluster, prefect_api, remote
+from pipelines.addition import Addition
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig, SplitConfig
 from pipelines.errors import PassingError
@@ -49,7 +50,7 @@ def _described(model: type[BaseModel]) -> Callable[[Any], Any]:
 @flow(name="build-shards", persist_result=False, retries=0, validate_parameters=True)
 @_described(BuildConfig)
 def build_shards(
-    out: Path,
+    out: Path | str,
     source: SourceConfig | str | None = None,
     sources: tuple[SourceConfig, ...] = (),
     held_out: HeldOutConfig | Literal["auto", "none"] = "auto",
@@ -61,23 +62,36 @@ def build_shards(
 
     Of split, build and filters, fields that are not given keep what the deployment says of them.
     """
+    given = {"source": source, "sources": sources, "held_out": held_out, "out": out}
+    return _run(Build, given, {"split": split, "build": build, "filters": filters})
+
+
+@flow(name="add-shards", persist_result=False, retries=0, validate_parameters=True)
+@_described(BuildConfig)
+def add_shards(
+    out: Path | str,
+    source: SourceConfig | str | None = None,
+    sources: tuple[SourceConfig, ...] = (),
+    held_out: HeldOutConfig | Literal["auto", "none"] = "auto",
+    split: SplitConfig = SplitConfig(),  # noqa: B008
+    build: RunConfig = RunConfig(),  # noqa: B008
+    filters: FilterConfig = FilterConfig(),  # noqa: B008
+) -> dict[str, Any]:
+    """New records to the dataset in out, as new shards; its own keep their bytes. Parameters as for build-shards."""
+    given = {"source": source, "sources": sources, "held_out": held_out, "out": out}
+    return _run(Addition, given, {"split": split, "build": build, "filters": filters})
+
+
+def _run(kind: type[Build], given: dict[str, Any], sections: dict[str, BaseModel]) -> dict[str, Any]:
     prefect_api.end_with_server()
     prefect_api.say_in_one_paragraph()
-    config = BuildConfig.model_validate(
-        {
-            "source": source,
-            "sources": sources,
-            "held_out": held_out,
-            "out": out,
-            **_completed({"split": split, "build": build, "filters": filters}),
-        }
-    )
-    with Build(config) as job:
+    config = BuildConfig.model_validate({**given, **_completed(sections)})
+    with kind(config) as job:
         todo: list[str] = _task(job.plan, "plan", "plan")()
         with progress_bar(job.num_records(todo), "build") as progress:
             _build_all(job, todo, progress)
         summary: Summary = _task(job.publish, "publish", "publish")()
-    _show(summary)
+    _show(summary, job.page.resolve())
     return summary.to_json()
 
 
@@ -134,14 +148,13 @@ def build_elsewhere(name: str, order: str, run: str, expected: dict[str, str]) -
     return remote.build_shard(name, order, run, expected)
 
 
-def _show(summary: Summary) -> None:
-    """The result on the run's page."""
+def _show(summary: Summary, page: Path) -> None:
+    """The result on the run's page; ``page`` is the report."""
     reasons = sorted(summary.rejected.items(), key=lambda pair: (-pair[1], pair[0]))
     rows = [
         *((f"kept, {split}", count) for split, count in summary.splits.items()),
         *(("rejected, " + r, n) for r, n in reasons),
     ]
-    page = (summary.out / "report.html").resolve()
     create_markdown_artifact(
         key="build-report",
         description=f"{summary.out}: manifest {summary.manifest_id[:16]}",

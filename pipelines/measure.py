@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from pipelines import jpeg
 from pipelines.config import FilterConfig
 from pipelines.filters import Measurements, Reason, Rejection, judge_header, judge_pixels
 
@@ -20,10 +20,6 @@ KEPT_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # Pill
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _ORIENTATION = 0x0112
 _AVIF = (b"avif", b"avis")
-_SCAN = b"\xff\xda"  # begins a scan of a JPEG; inside compressed data every ff is followed by 00
-MAX_SCANS = (
-    500  # a progressive photo has some ten; each costs a pass over the picture, so thousands hold a build for hours
-)
 
 
 @dataclass(frozen=True)
@@ -64,15 +60,20 @@ def _measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
             return verdict
         if image.format == "PNG":
             check_png(data)
-        flags = _flags(data, image)
-        pixels = decode_jpeg(data) if image.format in ("JPEG", "MPO") else None
+        flags, is_jpeg = _flags(data, image), image.format in ("JPEG", "MPO")
+        as_it_is = is_jpeg and not flags and not (limits.max_side_px and max(image.size) > limits.max_side_px)
+        if as_it_is and (varies := jpeg.least_range(data, image.mode)) > limits.constant_levels:
+            return Picture(Measurements(*image.size, True, varies), data, "jpg", image.mode, ())
         picture: Image.Image = image
-        if pixels is None or image.mode not in ("L", "RGB"):
+        pixels: NDArray[Any]
+        if is_jpeg:
+            pixels = jpeg.decode(data, image.mode)
+        if is_jpeg and image.mode in ("L", "RGB"):
+            picture = Image.fromarray(pixels)
+            picture.getexif()[_ORIENTATION] = orientation(image)
+        else:
             image.load()
             pixels = np.asarray(image)
-        elif flags or limits.max_side_px:  # decoded once: not by Pillow again
-            picture = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
-            picture.getexif()[_ORIENTATION] = orientation(image)
         finite = pixels.dtype.kind != "f" or bool(np.isfinite(pixels).all())
         if not finite:
             return judge_pixels(Measurements(*image.size, False, 255), limits) or Rejection(Reason.NOT_FINITE, "")
@@ -119,21 +120,6 @@ def orientation(image: Image.Image) -> int:
     except Exception:  # noqa: BLE001 - damaged EXIF raises anything; the picture is then taken as it is
         return 1
     return value if isinstance(value, int) and 1 < value <= 8 else 1
-
-
-def decode_jpeg(data: bytes, min_side_px: int = 0) -> NDArray[np.uint8]:
-    """Pixels of a JPEG, as Pillow has them. Strict: zeros or cut scans inside, over which Pillow is silent, raise ValueError.
-
-    So does what libjpeg calls extraneous bytes before a marker. That may be harmless padding, but as well all that can
-    be seen of damage which made the decoder run out of picture before it ran out of data, so nothing tells them apart.
-    With ``min_side_px``, at the smallest of the scales 1/8, 2/8 ... that gives sides of at least that.
-    """
-    if (num_scans := data.count(_SCAN)) > MAX_SCANS:
-        raise ValueError(f"{num_scans} scans, expected at most {MAX_SCANS}")
-    colors = {"Gray": "GRAY", "CMYK": "CMYK", "YCCK": "CMYK"}
-    space = simplejpeg.decode_jpeg_header(data)[2]
-    sides = {"min_width": min_side_px, "min_height": min_side_px}
-    return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colors.get(space, "RGB"), **sides))
 
 
 def check_png(data: bytes) -> None:

@@ -16,6 +16,7 @@ from pipelines.errors import BuildError
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import seen
 from pipelines.hashes import HashFiles, hash_all
+from pipelines.held import NOTHING_HELD, Held
 from pipelines.images import Images, Stamp, open_images
 from pipelines.near_duplicates import BITS, settle
 from pipelines.progress import Progress
@@ -44,7 +45,8 @@ class PlannedSplit:
 
     name: str
     sources: tuple[Source, ...]
-    source_numbers: tuple[int, ...]
+    source_numbers: tuple[int, ...]  # in the build
+    names: tuple[str | None, ...]  # in the config
     counts: Mapping[str, int]
     numbers: Numbers
 
@@ -56,12 +58,15 @@ class PlannedSplit:
 class Plan:
     """The splits and slices of a build; their records stay in the spool."""
 
-    def __init__(self, config: BuildConfig, splits: Sequence[PlannedSplit], spool: Spool) -> None:
+    def __init__(
+        self, config: BuildConfig, splits: Sequence[PlannedSplit], spool: Spool, first: Mapping[str, int]
+    ) -> None:
+        """``first`` is the number of the first shard of a split, 0 where it says nothing."""
         self.splits = tuple(splits)
         self._spool = spool
         self._limits = config.filters.written
         self.slices = [
-            self._slice(f"{split.name}-{i // size:06d}", split, split.numbers[i : i + size])
+            self._slice(f"{split.name}-{first.get(split.name, 0) + i // size:06d}", split, split.numbers[i : i + size])
             for split in splits
             for size in [config.build.records_per_shard]
             for i in range(0, split.num_records, size)
@@ -73,7 +78,7 @@ class Plan:
 
     def _slice(self, name: str, split: PlannedSplit, numbers: Numbers) -> Slice:
         digest = hashlib.sha256()
-        for part in self._content(name, split, self._spool.rows(numbers)):
+        for part in self._content(name, split, self._spool.rows(numbers, split.source_numbers, placed=False)):
             digest.update(part)
         return Slice(name, split.name, numbers, digest.hexdigest())
 
@@ -87,7 +92,7 @@ class Plan:
     def order(self, piece: Slice, about: Mapping[str, Any]) -> bytes:
         """What a build process is told: the slice's content, and what is said ``about`` paths."""
         split = next(s for s in self.splits if s.name == piece.split)
-        rows = self._spool.rows(piece.numbers, split.source_numbers)
+        rows = self._spool.rows(piece.numbers, split.source_numbers, placed=True)
         content = b"".join(self._content(piece.name, split, rows))
         more = {"digest": piece.digest, "images": [s.images for s in split.sources], **about}
         return content[:-1] + b"," + canonical_json(more)[1:]
@@ -138,10 +143,11 @@ def make_plan(
     folder: Path,
     hash_files: HashFiles,
     progress: Progress = lambda count: None,
+    held: Held = NOTHING_HELD,
 ) -> Plan:
     """Read all records, hash their files, reject what is known to be bad by that, and cut the rest.
 
-    What is found out about the files is remembered in ``folder``.
+    What is found out about the files is remembered in ``folder``; ``held`` is what the dataset holds that is added to.
     """
     splits = Splits(config, origins)
     for number, origin in enumerate(origins):
@@ -158,7 +164,9 @@ def make_plan(
         _reject_near_duplicates(spool, names, config.filters.near_duplicate_bits)
     if config.filters.leaks == "fail":
         _require_no_leaks(spool, names)
-    return Plan(config, [_planned(spool, name, i, origins) for i, name in enumerate(names)], spool)
+    held.reject(spool, names, config.filters.duplicates)
+    planned = [_planned(spool, name, i, origins) for i, name in enumerate(names)]
+    return Plan(config, planned, spool, held.next_numbers)
 
 
 def _read(spool: Spool, origin: Origin, source: int, splits: Splits, limits: FilterConfig, progress: Progress) -> None:
@@ -178,11 +186,12 @@ def _read(spool: Spool, origin: Origin, source: int, splits: Splits, limits: Fil
 def _planned(spool: Spool, name: str, split: int, origins: Sequence[Origin]) -> PlannedSplit:
     numbers = np.flatnonzero(spool.table["split"] == split)
     numbers = numbers[np.argsort(spool.table["order"][numbers], kind="stable")]
-    sources = [(i, origin.source) for i, origin in enumerate(origins) if origin.split in (name, None)]
+    mine = [(i, origin) for i, origin in enumerate(origins) if origin.split in (name, None)]
     # sources that all splits share are counted with the first
     counted_here = [o.source for o in origins if o.split == name or (o.split is None and split == 0)]
     counts = sum((source.counts for source in counted_here), Counter[str]())
-    return PlannedSplit(name, tuple(s for _, s in sources), tuple(i for i, _ in sources), counts, numbers)
+    sources, names = tuple(o.source for _, o in mine), tuple(o.config.name for _, o in mine)
+    return PlannedSplit(name, sources, tuple(i for i, _ in mine), names, counts, numbers)
 
 
 def _reject_leaks(spool: Spool, names: Sequence[str]) -> None:

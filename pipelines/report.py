@@ -81,7 +81,7 @@ def summarise(
             stats.setdefault(name, Counter()).update(values)
     rejects = [row for result in results for row in result["rejects"]]
     return {
-        "name": config.out.resolve().name,
+        "name": config.folder.resolve().name,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "manifest_id": manifest.manifest_id,
         "num_shards": len(manifest.shards),
@@ -100,10 +100,28 @@ def summarise(
             }
             for split in splits
         },
+        "sources": _sources(splits, results),
         "statistics": {name: _sorted(values) for name, values in sorted(stats.items())},
         "config": config.model_dump(mode="json"),
         "versions": {"python": platform.python_version(), **_versions("pillow", "numpy", "simplejpeg")},
     }
+
+
+def _sources(splits: Sequence[PlannedSplit], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What came of each source, in the order of the config. A record says the number of its source in its split."""
+    facts: dict[int, dict[str, Any]] = {}
+    for split in splits:
+        for number, name, source in zip(split.source_numbers, split.names, split.sources, strict=True):
+            about = {"kind": source.kind, "name": name, "location": source.location, "left_aside": dict(source.counts)}
+            facts.setdefault(number, {**about, "kept": 0, "rejected": 0})
+    numbers = {split.name: split.source_numbers for split in splits}
+    for result in results:
+        entry = result["entry"]
+        for place, kept in result.get("kept", {"0": entry["num_samples"]} if entry else {}).items():
+            facts[numbers[entry["split"]][int(place)]]["kept"] += kept
+        for row in result["rejects"]:
+            facts[numbers[row["split"]][row.get("source", 0)]]["rejected"] += 1
+    return [facts[number] for number in sorted(facts)]
 
 
 def _versions(*names: str) -> dict[str, str]:

@@ -22,8 +22,8 @@ class Pending(Protocol):
     def result(self) -> Any: ...
 
 
-def run_plain(config: BuildConfig) -> Summary:
-    """Build with nothing but this process and its build processes.
+def run_plain(config: BuildConfig, kind: type[Build] = Build) -> Summary:
+    """Build, or add, with nothing but this process and its build processes.
 
     Raises:
         ConfigError: the config asks for other machines, which only a flow can give work to.
@@ -33,7 +33,7 @@ def run_plain(config: BuildConfig) -> Summary:
             f"build.runner is {config.build.runner}, which runs through Prefect; leave out --plain, or give "
             "build.runner=processes"
         )
-    with Build(config) as job:
+    with kind(config) as job:
         todo = job.plan()
         with (
             progress_bar(job.num_records(todo), "build") as progress,
@@ -63,22 +63,21 @@ def _build_shard(job: Build, name: str, progress: Progress) -> dict[str, int]:
     return job.build_shard(name, progress)
 
 
-def run_with_prefect(config: BuildConfig) -> Summary:
+def run_with_prefect(config: BuildConfig, kind: type[Build] = Build) -> Summary:
     """The same as a Prefect flow run, on the API in ``PREFECT_API_URL`` or on an embedded one."""
-    if done := _already_done(config):
+    if done := _already_done(kind(config)):
         return done
     prefect_api.prepare_environment()
     prefect_api.require_home()
     with prefect_api.api():
-        from pipelines.flows import build_shards
+        from pipelines import flows
 
-        fields = {name: getattr(config, name) for name in BuildConfig.model_fields}
-        return Summary.from_json(build_shards(**fields))
+        flow = flows.build_shards if kind is Build else flows.add_shards
+        return Summary.from_json(flow(**{name: getattr(config, name) for name in BuildConfig.model_fields}))
 
 
-def _already_done(config: BuildConfig) -> Summary | None:
-    """The summary if there is nothing to orchestrate. Wrong input is said here, before anything is started."""
-    job = Build(config)
+def _already_done(job: Build) -> Summary | None:
+    """The summary if there is nothing to orchestrate. Wrong input was said before anything is started."""
     if job.state.published:
         with job:
             if not job.plan():

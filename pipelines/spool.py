@@ -152,10 +152,10 @@ class Spool:
         row = self._table[number]
         return self._read(row["offset"], row["place_bytes"]).decode("utf-8", "surrogatepass")
 
-    def rows(self, numbers: Numbers, sources: Sequence[int] = ()) -> Iterator[bytes]:
-        """The records as they stand in a shard's order, canonical JSON: all that the shard's bytes depend on.
+    def rows(self, numbers: Numbers, sources: Sequence[int], placed: bool) -> Iterator[bytes]:
+        """The records as they stand in a shard's order, canonical JSON.
 
-        With ``sources``, those of the split in order, also where the pictures are.
+        ``sources`` are those of the split, in order. ``placed``: also where the pictures are, which no shard says.
         """
         table = self._table[numbers]
         sha256 = table["facts"]["sha256"].tobytes().hex()
@@ -163,9 +163,9 @@ class Spool:
             text = self._read(row["offset"] + row["place_bytes"], row["text_bytes"])
             digest = f'"{sha256[64 * i : 64 * i + 64]}"' if row["hashed"] else "null"
             later = f',"sha256":{digest}'
-            if sources and row["placed"]:
+            if placed and row["placed"]:
                 later = f',"place":{json.dumps(self.place(number))}{later}'
-            if sources and (source := sources.index(row["source"])):
+            if source := sources.index(row["source"]):
                 later += f',"source":{source}'
             verdict = canonical_json(asdict(rejection)) if (rejection := self.rejection(number)) else b"null"
             yield b'%b%b,"verdict":%b}' % (text, later.encode(), verdict)

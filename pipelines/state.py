@@ -38,6 +38,11 @@ class State:
         self.next = self.folder / "next"
         self.attempts = self.folder / "attempts"
 
+    @property
+    def memory(self) -> Path:
+        """Folder of what is remembered of the source's files."""
+        return self.folder
+
     def check(self, settings: Mapping[str, Any], overwrite: bool) -> None:
         """Refuse a folder that is not this build's. Changes nothing.
 
@@ -47,6 +52,13 @@ class State:
         self._require_writable()
         if not self.out.is_dir() or not (strangers := [p.name for p in self.out.iterdir() if p.name != ".build"]):
             return
+        if not overwrite and (parent := self._parent()):
+            raise ConfigError(
+                f"{self.out}: holds a dataset that was added to ({parent[:16]} is its parent), which a build would not keep; "
+                "add more with `python -m pipelines add`, choose another out, or replace all of it with "
+                "build.overwrite=true",
+                path=self.out,
+            )
         before = read_json(self.folder / SETTINGS)
         if not isinstance(before, dict) and (manifest_id := self._published_id()):
             if overwrite:
@@ -114,9 +126,8 @@ class State:
     def finished(self, piece: Slice) -> tuple[Path, dict[str, Any]] | None:
         """Folder and result of a shard that needs no work: built from these records, and unchanged since."""
         for target in (self.next, self.out):
-            path = self.results(target) / f"{piece.name}.json"
-            result = read_checked(path)
-            if isinstance(result, dict) and result.get("digest") == piece.digest and _intact(target, path, result):
+            result = finished_in(target, self.results(target) / f"{piece.name}.json", piece)
+            if result is not None:
                 return target, result
         return None
 
@@ -147,6 +158,11 @@ class State:
             return Manifest.load(self.out).manifest_id
         return None
 
+    def _parent(self) -> str | None:
+        with suppress(UserError):
+            return Manifest.load(self.out).parent
+        return None
+
     def write(self, name: str, data: bytes) -> Path:
         """Write a file below .build, unless it says so already."""
         path = self.folder / name
@@ -158,6 +174,14 @@ class State:
     def write_json(self, name: str, value: Any) -> Path:
         """The same for a value."""
         return self.write(name, canonical_json(value) + b"\n")
+
+
+def finished_in(target: Path, path: Path, piece: Slice) -> dict[str, Any] | None:
+    """The result in ``path`` of a shard in ``target``, if it was built from these records and is unchanged since."""
+    result = read_checked(path)
+    if isinstance(result, dict) and result.get("digest") == piece.digest and _intact(target, path, result):
+        return result
+    return None
 
 
 def read_json(path: Path) -> Any:

@@ -33,7 +33,11 @@ _NO_CREDENTIALS = (
 
 
 class RemoteError(ShardsError):
-    """A store or server refused, or did not answer after several tries."""
+    """A store or server refused."""
+
+
+class UnreachableError(RemoteError):
+    """It did not answer, or failed, several times in a row: later it may be well again."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,10 @@ class Remote:
         RemoteError: the store refuses, or does not answer.
     """
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, tries: int = TRIES) -> None:
         """Raises ConfigError: the package for such addresses is not installed, or there is none."""
         self.location = location.rstrip("/")
+        self._tries = tries
         self._fs, self._root = _filesystem(self.location)
 
     def __str__(self) -> str:
@@ -77,7 +82,7 @@ class Remote:
         return f"{self._root}/{name}" if name else self._root
 
     def _try(self, name: str, function: Callable[[], T]) -> T:
-        return retried(shown(f"{self.location}/{name}" if name else self.location), function)
+        return retried(shown(f"{self.location}/{name}" if name else self.location), function, self._tries)
 
     def read(self, name: str = "", start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file, or of a range of it."""
@@ -128,14 +133,14 @@ class Remote:
             self._try(name, lambda: self._fs.rm_file(self._path(name)))
 
 
-def retried(what: str, function: Callable[[], T]) -> T:
+def retried(what: str, function: Callable[[], T], tries: int = TRIES) -> T:
     """What the function returns; errors that may pass are tried again, with growing waits.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RemoteError: it is refused, or ``TRIES`` in a row failed.
+        UnreachableError: ``tries`` in a row failed. RemoteError: it is refused.
     """
-    for failures in range(1, TRIES + 1):
+    for failures in range(1, tries + 1):
         try:
             return function()
         except FileNotFoundError:
@@ -143,10 +148,10 @@ def retried(what: str, function: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001 - each store has its own kinds
             if (problem := _permanent(error)) is not None:
                 raise RemoteError(f"{what}: {problem}") from None
-            if failures == TRIES:
-                raise RemoteError(
-                    f"{what}: {_said(error)} ({TRIES} tries in a row failed); check the network and the server, then run it "
-                    "again, it goes on where it stopped"
+            if failures == tries:
+                raise UnreachableError(
+                    f"{what}: {_said(error)} ({tries} tries in a row failed); check the network and the server, then "
+                    "run it again, it goes on where it stopped"
                 ) from None
         time.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (failures - 1)) * random.uniform(0.5, 1))
     raise AssertionError

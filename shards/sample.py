@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 EXTENSIONS = ("jpg", "png", "webp")
 MAX_KEY = 90  # KEY.json must fit into the 100 bytes of a tar header's name, see ustar.py
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _KEY = re.compile(rf"[0-9a-z_-]{{1,{MAX_KEY}}}")
 
 
@@ -85,4 +86,4 @@ def canonical_json(value: Any) -> bytes:
     Raises:
         ValueError: a number is NaN or infinite.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")

@@ -23,7 +23,7 @@ class Row:
     n: int  # position: samples consumed before it
     epoch: int
     key: str
-    image: "Image"  # RGB; a blank one where masked
+    image: "Image | Tensor"  # RGB, as decode.py has it; a blank one where masked
     captions: tuple[str, ...]  # chosen already, usually one
     masked: str | None = None  # why the slot has no loss
 

@@ -126,6 +126,12 @@ class ModelConfig(_Section):
     max_length: PositiveInt | None = _trajectory(
         None, "tokens of prompt, image and caption together; a sample that needs more is refused, never cut"
     )
+    decode: Literal["exact", "fast", "scaled"] = _trajectory(
+        "exact",
+        "how pictures become pixels in training; exact: as the model's own processor does, which scores and captions always "
+        "use; fast: decoded and resized as tensors, off by 0.02 of 255 levels in the mean, or by nothing where that "
+        "processor works on tensors too; scaled: large JPEGs also decoded at a part of their size, off by 1 level",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = _trajectory("float32", "type the weights are held in")
     freeze: tuple[str, ...] = _trajectory((), "patterns of parameter names that do not train, as in `*.vision_tower.*`")
     trust_remote_code: bool = Field(

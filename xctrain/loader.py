@@ -8,6 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shards.errors import DamagedSampleError, UserError
@@ -16,6 +17,7 @@ from shards.sample import Sample
 from shards.stream import Slot, Stream
 from xctrain.captions import CaptionChoice, choose_captions
 from xctrain.collate import Batch, Row
+from xctrain.decode import Decoder
 from xctrain.processes import become_worker
 
 if TYPE_CHECKING:
@@ -32,22 +34,34 @@ _GRAY = (127, 127, 127)
 class SlotRows(Dataset[Row]):
     """Slots of the stream as decoded rows. Holds no position."""
 
-    def __init__(self, reader: SampleReader, choice: CaptionChoice, seed: int, *, blank: bool = False) -> None:
+    def __init__(
+        self,
+        reader: SampleReader,
+        choice: CaptionChoice,
+        seed: int,
+        *,
+        blank: bool = False,
+        decoder: Decoder = Decoder(),  # noqa: B008 - frozen
+    ) -> None:
         self.reader = reader
         self.choice = choice
         self.seed = seed
+        self.decoder = decoder
         self.blank = blank  # gray pictures, for scoring what a model says without looking
 
     def __getitem__(self, slot: Slot) -> Row:
         """One row. A damaged sample keeps its slot, without loss: nothing is ever substituted or shifted."""
         if slot.surplus:
-            return Row(slot.n, slot.epoch, "", _blank(), ("",), masked=SURPLUS)
+            return Row(slot.n, slot.epoch, "", self._blank(), ("",), masked=SURPLUS)
         try:
             sample = self._read(slot.index)
-            image = _blank(sample.meta["width"], sample.meta["height"]) if self.blank else sample.open_image()
+            if self.blank:
+                image = self._blank(sample.meta["width"], sample.meta["height"])
+            else:
+                image = self.decoder(sample)
         except DamagedSampleError as error:
             key = error.key or f"sample-{slot.index}"  # without one where the list of samples itself is damaged
-            return Row(slot.n, slot.epoch, key, _blank(), ("",), masked=f"{DAMAGED}: {error}")
+            return Row(slot.n, slot.epoch, key, self._blank(), ("",), masked=f"{DAMAGED}: {error}")
         captions = choose_captions(sample.captions, self.choice, seed=self.seed, epoch=slot.epoch, key=sample.key)
         return Row(slot.n, slot.epoch, sample.key, image, captions)
 
@@ -69,11 +83,10 @@ class SlotRows(Dataset[Row]):
                 pause *= 2
         raise AssertionError
 
+    def _blank(self, width: int = 64, height: int = 64) -> "Image | Tensor":
+        from PIL import Image
 
-def _blank(width: int = 64, height: int = 64) -> "Image":
-    from PIL import Image
-
-    return Image.new("RGB", (width, height), _GRAY)
+        return self.decoder.ready(Image.new("RGB", (width, height), _GRAY))
 
 
 @dataclass(frozen=True)

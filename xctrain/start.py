@@ -229,10 +229,12 @@ def start(
 
 def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family") -> "Loader":
     """The loader of this rank."""
+    from xctrain.decode import Decoder
     from xctrain.loader import Loader, SlotRows, num_workers
 
+    decoder = Decoder(config.model.decode, family.collator.least_size if config.model.decode == "scaled" else None)
     return Loader(
-        rows=SlotRows(plan.reader, config.data.captions, config.train.seed),
+        rows=SlotRows(plan.reader, config.data.captions, config.train.seed, decoder=decoder),
         collator=family.collator,
         stream=plan.stream,
         rank=ranks.rank,

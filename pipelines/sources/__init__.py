@@ -69,7 +69,7 @@ def open_sources(config: BuildConfig) -> tuple[Origin, ...]:
     return tuple(
         Origin(source, each, group, each.split if config.split_by == "source" else None)
         for group, each in enumerate(configs)
-        for source in _open(each, config.split_by == "official", config.out / ".build" / "images")
+        for source in _open(each, config.split_by == "official", config.folder / ".build" / "images")
     )
 
 

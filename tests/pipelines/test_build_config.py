@@ -27,7 +27,7 @@ def test_a_source_may_be_a_path_alone():
         (["build.processes=1.5"], r"build.processes is 1.5, expected a whole number or 'auto'$"),
         (["held_out.roots=x"], r"held_out.roots is not a setting; did you mean held_out.root\?"),
         (["build.overwrite=maybe"], r"build.overwrite is 'maybe', expected true or false$"),
-        (["out="], r"out is None, expected a path$"),
+        (["out="], r"out is None, expected a text or a path$"),
         (["filters.max_pixels=100000000000"], r"filters.max_pixels is 100000000000"),
     ],
 )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from shards.errors import ConfigError
 from xctrain.collate import Row
 from xctrain.config import ModelConfig
+from xctrain.decode import as_tensor
 from xctrain.loss import IGNORED
 from xctrain.models import open_family
 from xctrain.models.hf import HfFamily
@@ -288,3 +289,26 @@ class TestOpening:
 
         assert torch.equal(again.collator(rows).inputs["input_ids"], expected.inputs["input_ids"])
         assert torch.equal(again.collator(rows).labels, expected.labels)
+
+
+# Decode modes
+
+
+def test_batch_of_the_fast_mode_is_that_of_the_exact_mode_where_the_processor_works_on_tensors(
+    family: HfFamily, kind: str, base_folders: Folders, rows: list[Row]
+) -> None:
+    fast = HfFamily.open(ModelConfig(prompt=PROMPT, decode="fast"), base_folders(kind))
+    exact = family.collator(rows)
+
+    batch = fast.collator([replace(row, image=as_tensor(row.image)) for row in rows])
+
+    assert batch.inputs.keys() == exact.inputs.keys()
+    assert all(torch.equal(tensor, exact.inputs[name]) for name, tensor in batch.inputs.items())
+
+
+def test_scaled_mode_is_for_models_that_resize_every_picture_alike(base_folders: Folders) -> None:
+    assert HfFamily.open(ModelConfig(prompt=PROMPT, decode="scaled"), base_folders("llava")).collator.on_tensors
+    with pytest.raises(
+        ConfigError, match=r"model\.decode is scaled, but this model resizes or cuts .* use model\.decode=fast"
+    ):
+        HfFamily.open(ModelConfig(prompt=PROMPT, decode="scaled"), base_folders("qwen"))

@@ -1,16 +1,26 @@
 """Model families: how each one is loaded, collates, computes its loss and writes captions."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import nn
+    from torch import Tensor, nn
 
     from xctrain.collate import Batch, Row
     from xctrain.config import AdapterConfig, ModelConfig
     from xctrain.models.lengths import RowLengths
+
+
+class Collator(Protocol):
+    """Makes a Batch on the CPU. Can be pickled, so that loader workers may run it."""
+
+    def __call__(self, rows: "Sequence[Row]") -> "Batch":
+        """The rows as one micro-batch."""
+
+    def least_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height that a picture of this size is resized to; with fewer pixels than that, detail is lost."""
 
 
 class Family(Protocol):
@@ -21,10 +31,10 @@ class Family(Protocol):
         """Maps a Batch to its loss: a float32 scalar, summed over the target tokens, 0 and attached where none."""
 
     @property
-    def collator(self) -> "Callable[[Sequence[Row]], Batch]":
-        """Makes a Batch on the CPU. Can be pickled, so that loader workers may run it."""
+    def collator(self) -> "Collator":
+        """Makes batches."""
 
-    def generate(self, images: "Sequence[Image]", max_new_tokens: int) -> list[str]:
+    def generate(self, images: "Sequence[Image | Tensor]", max_new_tokens: int) -> list[str]:
         """One greedy caption an image, without prompt and special tokens."""
 
     def check_lengths(self, samples: "Iterable[tuple[str, int, int, Sequence[str]]]") -> None:

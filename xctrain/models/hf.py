@@ -4,9 +4,11 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +56,9 @@ class CaptionModel(nn.Module):
 class Collator:
     """Rows to a Batch: prompts through the processor at once, answers appended behind them."""
 
-    def __init__(self, processor: Any, prompt: Prompt, max_length: int | None) -> None:
+    def __init__(self, processor: Any, prompt: Prompt, max_length: int | None, on_tensors: Any = None) -> None:
         self.processor = processor
+        self.on_tensors = on_tensors  # the same, for rows whose pictures are tensors
         self.prompt = prompt
         self.max_length = max_length
         tokenizer = processor.tokenizer
@@ -90,9 +93,10 @@ class Collator:
             num_targets=int((labels != IGNORED).sum()),
         )
 
-    def process(self, images: Sequence[Image.Image], padding_side: str) -> dict[str, Tensor]:
+    def process(self, images: Sequence[Image.Image | Tensor], padding_side: str) -> dict[str, Tensor]:
         """Model inputs of the prompt with each of the images, padded to the longest."""
-        inputs = self.processor(
+        processor = self.on_tensors if isinstance(images[0], Tensor) else self.processor
+        inputs = processor(
             images=[[image] for image in images],
             text=[self.prompt.text] * len(images),
             padding=True,
@@ -113,6 +117,29 @@ class Collator:
     def row_lengths(self) -> RowLengths:
         """Counts the tokens of a sample."""
         return RowLengths(self._prompt_length, self._answer_length, added=len(self.prompt.lead) + 2)
+
+    def least_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height that a picture of this size is resized to; its own where that is not a fixed size."""
+        match {name: side for name, side in dict(self.processor.image_processor.size).items() if side}:
+            case {"height": int(least_height), "width": int(least_width), **others} if not others:
+                return least_width, least_height
+            case {"shortest_edge": int(side), **others} if not others:
+                return ceil(width * side / min(width, height)), ceil(height * side / min(width, height))
+        return width, height
+
+    def require_scalable(self) -> None:
+        """Require that the model makes the same of every picture, whatever its size.
+
+        Raises:
+            ConfigError: how it cuts or resizes a picture depends on the picture's size.
+        """
+        fixed = self.least_size(*_REFERENCE_SIZE) != _REFERENCE_SIZE
+        lengths = {self._laid_out_length(*size) for size in (_REFERENCE_SIZE, (320, 240), (1280, 320))}
+        if not fixed or len(lengths) > 1:
+            raise ConfigError(
+                "model.decode is scaled, but this model resizes or cuts pictures by their own size, which decoding at a part "
+                "of it would change; use model.decode=fast"
+            )
 
     def _answer_length(self, caption: str) -> int:
         return len(answer_ids(self.processor.tokenizer, self.prompt, caption))
@@ -171,7 +198,11 @@ class HfFamily:
             adapt(model, adapter, linear_layers(model, language_model(model)), seed)
         if config.gradient_checkpointing:
             checkpoint_gradients(model)
-        return cls(CaptionModel(model), Collator(processor, prompt, config.max_length))
+        on_tensors = None if config.decode == "exact" else processor_on_tensors(config, base, processor)
+        collator = Collator(processor, prompt, config.max_length, on_tensors)
+        if config.decode == "scaled":
+            collator.require_scalable()
+        return cls(CaptionModel(model), collator)
 
     def check_lengths(self, samples: Iterable[tuple[str, int, int, Sequence[str]]]) -> None:
         """Refuse a `model.max_length` that some of the (key, width, height, captions) do not fit in."""
@@ -181,7 +212,7 @@ class HfFamily:
         """Counts the tokens of a sample."""
         return self.collator.row_lengths()
 
-    def generate(self, images: Sequence[Image.Image], max_new_tokens: int) -> list[str]:
+    def generate(self, images: Sequence[Image.Image | Tensor], max_new_tokens: int) -> list[str]:
         """One greedy caption an image, without prompt and special tokens. Draws no random number."""
         model, end_ids = self.module.model, self._end_ids
         prompts = self.collator.process(images, padding_side="left")
@@ -267,6 +298,33 @@ def load(config: "ModelConfig", base: Path | str, *, empty: bool = False) -> tup
             path=base,
         )
     return model, processor
+
+
+def processor_on_tensors(config: "ModelConfig", base: Path | str, processor: Any) -> Any:
+    """The processor, with an image processor that works on tensors: its own, if it does so anyway.
+
+    Raises:
+        ConfigError: the library has none for this model.
+    """
+    from transformers import AutoImageProcessor
+    from transformers.image_processing_backends import TorchvisionBackend
+
+    found = processor.image_processor
+    if not isinstance(found, TorchvisionBackend):
+        found = AutoImageProcessor.from_pretrained(
+            str(base),
+            backend="torchvision",
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=Path(base).is_dir(),
+        )
+    if not isinstance(found, TorchvisionBackend):
+        raise ConfigError(
+            f"model.decode is {config.decode}, {type(found).__name__} does not work on tensors; use model.decode=exact"
+        )
+    result = copy(processor)
+    result.image_processor = found
+    return result
 
 
 def language_model(model: Any) -> str:

@@ -86,7 +86,11 @@ class Collator:
             num_targets=int((labels != IGNORED).sum()),
         )
 
-    def prompt(self, image: Image.Image) -> TokenRow:
+    def least_size(self, width: int, height: int) -> tuple[int, int]:
+        """A picture's own size, since its tiles go by that."""
+        return width, height
+
+    def prompt(self, image: Image.Image | Tensor) -> TokenRow:
         """What stands before the answer."""
         return self.encoder.prompt(chat_text(self.instruction), [image])
 
@@ -148,6 +152,10 @@ class XComposerFamily:
         Raises:
             ConfigError: it is not a whole checkpoint of XComposer2.5, or a pattern of what trains fits nothing.
         """
+        if config.decode == "scaled":
+            raise ConfigError(
+                "model.decode is scaled, but XComposer's tiles go by a picture's own size; use model.decode=fast"
+            )
         folder = Path(base)
         architecture = read_config(folder)
         encoder = Encoder(
@@ -180,7 +188,7 @@ class XComposerFamily:
         """Counts the tokens of a sample."""
         return self.collator.row_lengths()
 
-    def generate(self, images: Sequence[Image.Image], max_new_tokens: int) -> list[str]:
+    def generate(self, images: Sequence[Image.Image | Tensor], max_new_tokens: int) -> list[str]:
         """One greedy caption an image, without prompt and special tokens. Draws no random number."""
         model, encoder = self.module.model, self.collator.encoder
         prompts = [self.collator.prompt(image) for image in images]

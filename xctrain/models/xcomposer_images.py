@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from shards.errors import ConfigError
+from xctrain.decode import resize
 
 WHITE = (255, 255, 255)
 
@@ -34,22 +35,31 @@ class Tiling:
         tiles, _ = self._landscape(max(width, height), min(width, height), side, hd_num)
         return tiles if width >= height else (tiles[1], tiles[0])
 
-    def apply(self, image: Image.Image, side: int, hd_num: int) -> Image.Image:
-        """The picture, resized and padded with white to whole tiles.
+    def apply(self, image: Image.Image | Tensor, side: int, hd_num: int) -> Image.Image:
+        """The picture, resized and padded with white to whole tiles; a tensor uint8 [3, H, W] is resized by torch.
 
         Raises:
             ConfigError: the picture is so thin that nothing of it would be left.
         """
+        if isinstance(image, Tensor):
+            height, width = image.shape[1:]
+            (_, across), shorter = self._landscape(max(width, height), min(width, height), side, hd_num)
+            size = (across * side, shorter) if width >= height else (shorter, across * side)
+            return self._padded(Image.fromarray(resize(image, *size, "bilinear").permute(1, 2, 0).numpy()), side)
         picture = image.convert("RGB")
         upright = picture.width < picture.height
         if upright:  # swapped rather than rotated, and not by resizing the other way: rounding depends on the order
             picture = picture.transpose(Image.Transpose.TRANSPOSE)
-        (down, across), height = self._landscape(*picture.size, side, hd_num)
+        (_, across), height = self._landscape(*picture.size, side, hd_num)
         content = picture.resize((across * side, height), Image.Resampling.BILINEAR)
-        padding = down * side - height
-        padded = Image.new("RGB", (across * side, down * side), WHITE)
-        padded.paste(content, (0, padding // 2 if self.centered else 0))
-        return padded.transpose(Image.Transpose.TRANSPOSE) if upright else padded
+        return self._padded(content.transpose(Image.Transpose.TRANSPOSE) if upright else content, side)
+
+    def _padded(self, content: Image.Image, side: int) -> Image.Image:
+        width, height = (math.ceil(length / side) * side for length in content.size)
+        left, top = ((width - content.width) // 2, (height - content.height) // 2) if self.centered else (0, 0)
+        padded = Image.new("RGB", (width, height), WHITE)
+        padded.paste(content, (left, top))
+        return padded
 
     def _landscape(self, width: int, height: int, side: int, hd_num: int) -> tuple[tuple[int, int], int]:
         """Grid of a picture that lies on its longer side, and the height of its content in pixels."""

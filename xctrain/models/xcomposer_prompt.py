@@ -57,7 +57,7 @@ class Encoder:
     cells: int  # along a side of a tile
     hd_num: int  # most tiles of one image
 
-    def tile(self, images: Sequence[Image.Image]) -> list[Image.Image]:
+    def tile(self, images: Sequence[Image.Image | Tensor]) -> list[Image.Image]:
         """The images of one row, resized and padded to whole tiles."""
         hd_num = self.layout.hd_num_of_several if len(images) > 1 else None
         return [self.layout.tiling.apply(image, self.side, hd_num or self.hd_num) for image in images]
@@ -66,7 +66,7 @@ class Encoder:
         """Positions of an image of this size that is alone in its row."""
         return num_image_tokens(self.layout.tiling.grid(width, height, self.side, self.hd_num), self.cells)
 
-    def prompt(self, text: str, images: Sequence[Image.Image] = ()) -> TokenRow:
+    def prompt(self, text: str, images: Sequence[Image.Image | Tensor] = ()) -> TokenRow:
         """A row without targets, from a text with a place for each image; one image without a place comes first."""
         return self.interleave(text, self.tile(images))
 

@@ -1,0 +1,133 @@
+"""New records to a published dataset, as new shards behind its own, which keep their names and bytes.
+
+.build/adding/             finished new shards, their results and the hashes of their files, until all are finished
+.build/pending.json        names of the shards that are being moved to their places: not yet, or already, in the manifest
+
+The old manifest is valid until the new one replaces it in one rename; the new one names it as its parent.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipelines import report
+from pipelines.build import Build, Summary, rejects_jsonl
+from pipelines.errors import BuildError
+from pipelines.filters import Reason
+from pipelines.held import Held, read_held
+from pipelines.plan import Slice
+from pipelines.state import State, finished_in, shard_files
+from shards.atomic import publish, write_file
+from shards.manifest import Addition as Parent
+from shards.manifest import Manifest, ShardEntry
+from shards.verify import PENDING
+
+
+class AdditionState(State):
+    """The folder of a dataset that is added to: what is new is made aside, whatever is published stays as it is."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(out)
+        self.next = self.folder / "adding"
+
+    def check(self, settings: Mapping[str, Any], overwrite: bool) -> None:
+        self._require_writable()
+
+    @property
+    def memory(self) -> Path:
+        self.next.mkdir(parents=True, exist_ok=True)
+        return self.next
+
+    def finished(self, piece: Slice) -> tuple[Path, dict[str, Any]] | None:
+        result = finished_in(self.next, self.next / f"{piece.name}.json", piece)
+        return None if result is None else (self.next, result)
+
+
+class Addition(Build):
+    """An addition to the dataset in ``config.out``. Used as a ``Build``; publishes nothing where there is nothing new.
+
+    Raises:
+        ConfigError: there is no dataset in ``config.out``, or the source is not what the config says.
+    """
+
+    def _read_input(self) -> None:
+        self.before = Manifest.load(self.config.folder)
+        super()._read_input()
+
+    @property
+    def page(self) -> Path:
+        return self.config.folder / f"report-{1 + len(self.before.additions)}.html"
+
+    def _open_state(self) -> State:
+        return AdditionState(self.config.folder)
+
+    def _held_already(self) -> Held:
+        return read_held(self.config.folder, self.before)
+
+    def _publish(self) -> Summary:
+        places = self._places()
+        results = [result for _, result in places.values()]
+        rejected = Counter(str(row["reason"]) for result in results for row in result["rejects"])
+        entries = tuple(ShardEntry(**result["entry"]) for result in results if result["entry"])
+        if not entries:
+            self._require_all_known(results, rejected)
+            shutil.rmtree(self.state.next, ignore_errors=True)
+            return Summary(
+                self.config.out, self.before.manifest_id, self.before.splits, rejected, True, parent=self.before.parent
+            )
+        added = Manifest(entries, self.config.written_settings)
+        rejects = rejects_jsonl(self.planned, results)
+        self._check_share(self._without_known(rejected, results), results, rejects, may_be_empty=True)
+        parent = Parent(self.before.manifest_id, self.config.written_settings)
+        manifest = Manifest((*self.before.shards, *entries), self.before.settings, (*self.before.additions, parent))
+        number = len(manifest.additions)
+        folders = {entry.name: self.state.next for entry in entries}
+        pages = report.files(self.config, self.planned.splits, added, results, folders)
+        files = {name.replace(".", f"-{number}.", 1): data for name, data in pages.items()}
+        self._put(manifest, results, {f"rejects-{number}.jsonl": rejects, **files})
+        return Summary(
+            self.config.out, manifest.manifest_id, manifest.splits, rejected, False,
+            parent=self.before.manifest_id, added=added.splits,
+        )  # fmt: skip
+
+    def _put(self, manifest: Manifest, results: list[dict[str, Any]], files: Mapping[str, bytes]) -> None:
+        out, names = self.config.folder, [entry.name for entry in manifest.shards[len(self.before.shards) :]]
+        self._require_replaceable([*files, *(n for result in results for n in shard_files(result["entry"]))])
+        leftover = self._pending() - {entry.name for entry in manifest.shards}
+        self.state.write_json(PENDING, {"shards": sorted({*names, *leftover})})
+        for name in leftover:  # of an addition that was killed here, and whose source has changed since
+            self.state.remove_shard(name.removesuffix(".tar"))
+        for name, data in files.items():
+            write_file(out / name, data)
+        for result in results:
+            for name in reversed(shard_files(result["entry"])):  # the tar last, as the writer does
+                publish(self.state.next / name, out / name)
+        if Manifest.load(out).manifest_id != self.before.manifest_id:
+            raise BuildError(f"{out}: the dataset was changed while it was added to; run the addition again")
+        manifest.save(out)
+        (self.state.folder / PENDING).unlink()
+        shutil.rmtree(self.state.next, ignore_errors=True)
+
+    def _pending(self) -> set[str]:
+        with suppress(OSError, ValueError, KeyError):
+            return set(json.loads((self.state.folder / PENDING).read_bytes())["shards"])
+        return set()
+
+    def _without_known(self, rejected: Mapping[str, int], results: list[dict[str, Any]]) -> Counter[str]:
+        """Rejections that speak against the source: that the dataset has a picture already does not."""
+        known = Counter(str(row["reason"]) for result in results for row in result["rejects"] if _is_known(row))
+        return Counter(rejected) - known
+
+    def _require_all_known(self, results: list[dict[str, Any]], rejected: Mapping[str, int]) -> None:
+        if any(_is_known(row) for result in results for row in result["rejects"]):
+            return
+        self._check_share(rejected, results, rejects_jsonl(self.planned, results))
+
+
+def _is_known(row: Mapping[str, Any]) -> bool:
+    reasons = (Reason.DUPLICATE_IMAGE, Reason.SPLIT_LEAK)
+    return row["reason"] in reasons and "the dataset" in str(row["detail"])

@@ -1,0 +1,70 @@
+"""What a published dataset holds already: an addition brings nothing of it again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelines.filters import Reason
+from pipelines.records import id_bytes
+from pipelines.spool import Numbers, Spool
+from shards.manifest import Manifest
+from shards.reader import SplitReader
+
+
+@dataclass(frozen=True)
+class Held:
+    """Ids and hashes of source files by split, as sorted arrays, and the number of the next shard of each split."""
+
+    ids: Mapping[str, Any] = field(default_factory=dict)  # of dtype S16, see records.id_bytes
+    hashes: Mapping[str, Any] = field(default_factory=dict)  # of dtype S32, sha256
+    next_numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def reject(self, spool: Spool, names: Sequence[str], duplicates: bool) -> None:
+        """Reject the rows that the dataset has: in the same split as duplicates, in another one as leaks.
+
+        Without ``duplicates`` the same bytes may come again under another id.
+        """
+        table = spool.table
+        for split, name in enumerate(names):
+            for other in self.ids:
+                rows = np.flatnonzero((table["split"] == split) & (table["verdict"] == 0))
+                known = np.isin(table["id"][rows], self.ids[other])
+                self._reject(spool, rows[known], name, other, "its image id")
+                rows = rows[~known & table["hashed"][rows]]
+                if name != other or duplicates:
+                    same = np.isin(table["facts"]["sha256"][rows], self.hashes[other])
+                    self._reject(spool, rows[same], name, other, "its file")
+
+    def _reject(self, spool: Spool, rows: Numbers, split: str, other: str, what: str) -> None:
+        if split == other:
+            spool.reject(rows, Reason.DUPLICATE_IMAGE, f"{what} is in the dataset already")
+        else:
+            spool.reject(rows, Reason.SPLIT_LEAK, f"{what} is in split {other} of the dataset")
+
+
+NOTHING_HELD = Held()
+
+
+def read_held(folder: Path, manifest: Manifest) -> Held:
+    """What the shards say of their samples; reads every KEY.json and no picture.
+
+    Raises:
+        FormatError: a shard is damaged.
+    """
+    ids, hashes, numbers = {}, {}, {}
+    for split in manifest.splits:
+        reader = SplitReader(folder, split, manifest)
+        found = [reader.read_json(i) for i in range(len(reader))]
+        ids[split] = np.array([id_bytes(meta["image_id"]) for meta in found], "S16")
+        known = (meta.get("source", {}).get("sha256") for meta in found)
+        hashes[split] = np.array([bytes.fromhex(digest) for digest in known if digest], "S32")
+        numbers[split] = 1 + max(_number(shard.name) for shard in manifest.of_split(split))
+    return Held(ids, hashes, numbers)
+
+
+def _number(name: str) -> int:
+    digits = name.removesuffix(".tar").rpartition("-")[2]
+    return int(digits) if digits.isdigit() else -1
