@@ -5,6 +5,8 @@ PYTHON ?= python3
 CONFIG ?= configs/demo.yaml
 BUILD_CONFIG ?= configs/build.yaml
 GPUS ?= 1
+NODES ?= 1
+NODE_RANK ?= 0
 ARGS ?=
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -30,11 +32,11 @@ shards: $(READY) ## build shards: SOURCE=coco-folder OUT=folder [CONFIG=...] [AR
 	@test -n "$(SOURCE)" -a -n "$(OUT)" || { echo "error: give SOURCE=folder-in-COCO-layout and OUT=folder; make shards SOURCE=data/coco OUT=data/shards" >&2; exit 2; }
 	$(PY) -m pipelines build $(if $(filter command line environment,$(origin CONFIG)),$(CONFIG),$(BUILD_CONFIG)) source.root="$(SOURCE)" out="$(OUT)" $(ARGS)
 
-train: $(READY) ## train, or go on: GPUS=4 [CONFIG=...] [ARGS="section.field=value ..."]
+train: $(READY) ## train, or go on: GPUS=4 [CONFIG=...] [ARGS="section.field=value ..."] [NODES=2 NODE_RANK=0 MASTER=host] [DRY_RUN=1]
 ifeq ($(CONFIG),configs/demo.yaml)
 	@test -e data/sample-shards/manifest.json || $(MAKE) --no-print-directory sample-shards
 endif
-	$(PY) -m xctrain launch $(CONFIG) --processes $(GPUS) $(ARGS)
+	$(PY) -m xctrain launch $(CONFIG) --processes $(GPUS) $(if $(filter-out 1,$(NODES)),--nodes $(NODES) --node-rank $(NODE_RANK) --master "$(MASTER)") $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 sample-shards: $(READY) ## the sample dataset as shards in data/sample-shards
 	$(PY) -m pipelines sample --out data/sample

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
 
     add_config("train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")
     launch = add_config("launch", _launch, "train all ranks of this node, one process per GPU")
-    launch.add_argument("--processes", type=int, required=True, help="number of processes, one per GPU")
+    launch.add_argument("--processes", type=int, required=True, help="number of processes on this node, one per GPU")
+    launch.add_argument("--nodes", type=int, default=1, help="number of nodes, each with as many processes")
+    launch.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of the nodes this is, from 0")
+    launch.add_argument("--master", metavar="HOST[:PORT]", help="name or address of node 0, where the others find it")
+    launch.add_argument("--dry-run", action="store_true", help="check the config, and print the command of each node")
     plan = add_config("plan", _plan, "say before anything is loaded what a run needs, and what it would refuse")
     plan.add_argument(
         "--gpus", type=int, metavar="N", help="processes to plan for, one per GPU; those here if left out"
@@ -100,13 +105,15 @@ def _launch(arguments: argparse.Namespace) -> int:
     from shards.settings import load_settings
     from xctrain.config import Config
     from xctrain.errors import ConfigError
-    from xctrain.launch import launch
+    from xctrain.launch import LOGS, STALL_MARGIN_S, Nodes, launch
     from xctrain.start import make_plan
 
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}, expected 1 or more")
+    nodes = Nodes.of(arguments.nodes, arguments.node_rank, arguments.master)
+    world_size = arguments.processes * nodes.count
     config = load_settings(Config, arguments.config, arguments.overrides)
-    plan = make_plan(config, arguments.processes)  # refused here, once, rather than by every rank
+    plan = make_plan(config, world_size)  # refused here, once, rather than by every rank
     if plan.state.samples_consumed == plan.stream.end:
         length = "train.epochs" if config.train.num_steps is None else "train.num_steps"
         print(
@@ -115,13 +122,24 @@ def _launch(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 0
+    what = [str(arguments.config), *arguments.overrides]
+    if arguments.dry_run:
+        for rank in range(nodes.count):
+            options = ["--processes", str(arguments.processes), *nodes.arguments(rank)]
+            print(shlex.join(["python", "-m", "xctrain", "launch", *what, *options]))
+        return 0
     gpus = num_gpus()
     if gpus == 0:
         print(f"no GPU found: {arguments.processes} CPU processes", file=sys.stderr)
     elif gpus < arguments.processes:
         raise ConfigError(f"--processes is {arguments.processes}, this machine has {gpus} GPUs; ask for at most {gpus}")
-    command = [sys.executable, "-m", "xctrain", "train", str(arguments.config), *arguments.overrides]
-    return launch([*command, f"train.processes={arguments.processes}"], arguments.processes)
+    return launch(
+        [sys.executable, "-m", "xctrain", "train", *what, f"train.processes={world_size}"],
+        arguments.processes,
+        nodes,
+        logs=config.run.dir / LOGS,
+        stall_s=config.train.timeout_s + STALL_MARGIN_S,
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from xctrain.data import Dataset
 from xctrain.errors import RunError
 from xctrain.loader import DAMAGED, SlotRows
 from xctrain.log import JsonLines
+from xctrain.phase import enter
 from xctrain.scores import Scores, score_captions
 from xctrain.state import TrainState
 
@@ -74,6 +75,7 @@ def evaluate(family: "Family", dataset: Dataset, config: "EvalConfig", ranks: "R
             leave=False,
             disable=not ranks.is_main or not sys.stderr.isatty(),
         ):
+            enter(f"captioning {config.split}, image {chunk[0]}")
             batch_rows = [_row(rows, index) for index in chunk]
             batch = family.collator(batch_rows).to(ranks.accelerator.device)
             loss += float(family.module(batch))

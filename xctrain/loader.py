@@ -18,6 +18,7 @@ from shards.stream import Slot, Stream
 from xctrain.captions import CaptionChoice, choose_captions
 from xctrain.collate import Batch, Row
 from xctrain.decode import Decoder
+from xctrain.phase import enter
 from xctrain.processes import become_worker
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class Loader:
             if self.stream.end is not None and n >= self.stream.end:
                 return
             since = time.perf_counter()
+            enter(f"waiting for data from position {n} on")
             micro_batches = []
             for number in range(per_step):
                 batch = self._next(batches, n, number)

@@ -18,6 +18,7 @@ from xctrain.collate import Batch
 from xctrain.errors import TrainError
 from xctrain.loader import SURPLUS
 from xctrain.optim import learning_rate, set_learning_rate
+from xctrain.phase import enter
 from xctrain.run import Consumed, Run, StepMetrics
 from xctrain.state import Masked, TrainState, due
 
@@ -32,6 +33,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     saved = state.samples_consumed
     began = time.perf_counter()
     for micro_batches, data_wait_s in run.loader.global_batches(start=state.samples_consumed):
+        enter(f"step {state.step + 1}")
         consumed = count_over_ranks(run, micro_batches)
         require_usable(run, state, consumed)
         metrics = train_step(run, state, micro_batches, consumed)
@@ -186,6 +188,7 @@ def save(run: Run, state: TrainState) -> int:
     Raises:
         TrainError: on every rank, if rank 0 could not save.
     """
+    enter(f"saving step {state.step}")
     generators = run.ranks.gather([rng.capture()])
     for log in (run.log, run.keys):
         if log:

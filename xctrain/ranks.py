@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -90,6 +91,26 @@ def lost_peer(error: RuntimeError) -> str | None:
     return str(error).splitlines()[0].partition("] ")[2].partition(". ")[0] or type(error).__name__
 
 
+@contextmanager
+def _met_or_named(timeout_s: int) -> Iterator[None]:
+    """Say at which address the ranks did not meet; the library's error is a trace of C++."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise TrainError(
+                f"rank 0 cannot listen at {place}, another process does; take another port with --master HOST:PORT"
+            ) from error
+        if not isinstance(error, dist.DistError):
+            raise
+        raise TrainError(
+            f"rank {os.environ.get('RANK')}: the ranks did not meet at {place} within {timeout_s} s "
+            f"({str(error).splitlines()[0]}); start every node, with the address of node 0 as --master, a port that its "
+            "firewall lets through, and the same number of processes"
+        ) from error
+
+
 def join(config: Config) -> Ranks:
     """Set up devices and the process group, and require that they are what was asked.
 
@@ -104,14 +125,15 @@ def join(config: Config) -> Ranks:
     train = config.train
     if train.precision == "fp16" and not use_gpu:
         raise ConfigError("train.precision is fp16, there is no GPU; fp16 runs on GPUs only, use fp32 or bf16 here")
-    accelerator = Accelerator(
-        cpu=not use_gpu,
-        mixed_precision="no" if train.precision == "fp32" else train.precision,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout_s)),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-        ],
-    )
+    with _met_or_named(train.timeout_s):
+        accelerator = Accelerator(
+            cpu=not use_gpu,
+            mixed_precision="no" if train.precision == "fp32" else train.precision,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout_s)),
+                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            ],
+        )
     asked = train.processes or int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != asked:
         raise ConfigError(

@@ -16,8 +16,9 @@ from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
 from xctrain.data import held_out, open_data
 from xctrain.errors import ConfigError, TrainError
+from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
-from xctrain.start import Plan, lock, make_plan, open_model, start
+from xctrain.start import Plan, lock, make_plan, open_model, require_one_folder, start
 
 if TYPE_CHECKING:
     from xctrain.models import Family
@@ -42,10 +43,14 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
     from xctrain.loop import train
     from xctrain.ranks import join, lost_peer
 
+    enter("meeting the other ranks")
     ranks = join(config)
     try:
+        enter("reading shards and checkpoints")
         held = ranks.agree(lambda: lock(config) if ranks.is_main else None)
         plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
+        require_one_folder(config, ranks, plan)
+        enter("loading the model")
         family, model_id = open_model(config, ranks, plan)
         with Progress(ranks.is_main) as progress:
             run = start(config, ranks, plan, family, model_id, stop_asked=lambda: bool(stop), show=progress.show)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from xctrain.data import Data, Dataset, held_out, open_data
 from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.largest import Length, checked_largest, rows_of
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
+from xctrain.phase import enter
 from xctrain.state import TrainState
 
 if TYPE_CHECKING:
@@ -135,7 +137,27 @@ def lock(config: Config) -> Any:
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
+    os.fsync(file.fileno())
     return file
+
+
+def require_one_folder(config: Config, ranks: "Ranks", plan: Plan) -> None:
+    """Refuse ranks that do not look at one run folder, as on nodes that have a disk each.
+
+    Raises:
+        TrainError: on every rank; names two nodes and what they see.
+    """
+    path = config.run.dir / _LOCK
+    held = path.read_text().strip() if path.exists() else "none"
+    sights = ranks.gather([(socket.gethostname(), held, plan.state.step, plan.state.segments[-1].manifest_id[:16])])
+    for rank, sight in enumerate(sights):
+        if sight[1:] != sights[0][1:]:
+            seen = [f"rank {r} on {h} sees lock {k}, step {s}, dataset {d}" for r, (h, k, s, d) in enumerate(sights)]
+            raise TrainError(
+                f"{config.run.dir}: is not the same folder for all: {seen[0]}; {seen[rank]}; give a run.dir and data.shards on "
+                "a file system that the nodes share",
+                on_every_rank=True,
+            )
 
 
 def open_model(config: Config, ranks: "Ranks", plan: Plan) -> "tuple[Family, str]":
@@ -260,6 +282,7 @@ def settle(
 
     from xctrain.models.parameters import parameters_without_gradient
 
+    enter("dry step on the largest samples")
     with ranks.accelerator.autocast():
         loss = module(batch)
     unused = set(parameters_without_gradient(loss, module))

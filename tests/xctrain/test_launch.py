@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import runs
 
+from xctrain.errors import ConfigError
+from xctrain.launch import Nodes
+
 # Each rank says where it is and does what the test wants; ``sleep`` waits to be ended.
 RANK = """
 import os, signal, sys, time
@@ -22,9 +25,14 @@ def ready():
 """
 
 
-def launch(body: str, folder: Path, processes: int = 2) -> "runs.subprocess.Popen[str]":
+def launch(body: str, folder: Path, processes: int = 2, more: str = "") -> "runs.subprocess.Popen[str]":
     command = [sys.executable, "-c", RANK + body, str(folder)]
-    code = f"import sys; from xctrain.launch import launch; sys.exit(launch({command!r}, {processes}))"
+    code = f"""
+import sys
+from pathlib import Path
+from xctrain.launch import Nodes, launch
+sys.exit(launch({command!r}, {processes}, {more}))
+"""
     return runs.start([sys.executable, "-c", code])
 
 
@@ -76,6 +84,63 @@ def test_ranks_get_the_standard_variables(tmp_path: Path) -> None:
         launch(f"os.write(1, (' '.join(os.environ[n] for n in {names}) + chr(10)).encode())", tmp_path, 3)
     )
     assert sorted(text.splitlines()) == [f"{r} {r} 3 3 127.0.0.1" for r in range(3)]
+
+
+def test_ranks_of_a_node_are_numbered_behind_those_of_the_nodes_before_it(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    body = f"os.write(1, (' '.join(os.environ[n] for n in {names}) + chr(10)).encode())"
+    text = runs.finish(launch(body, tmp_path, 2, "Nodes(3, 1, 'first', 4567)"))
+    assert sorted(text.splitlines()) == ["2 0 6 2 first 4567", "3 1 6 2 first 4567"]
+
+
+def test_only_rank_0_speaks_on_the_screen_and_the_last_words_of_one_that_failed(tmp_path: Path) -> None:
+    ready, logs = tmp_path / "ready", tmp_path / "logs"
+    ready.mkdir()
+    body = "print(f'here is {rank}', flush=True); sys.exit('error: no disk') if rank == 2 else ready(); sleep()"
+    for _ in range(2):
+        text = runs.finish(launch(body, ready, 3, f"logs=Path({str(logs)!r})"), code=1)
+        log = logs / "rank-2.log"
+        assert text.splitlines() == [
+            "here is 0",
+            "rank 2: here is 2",
+            "rank 2: error: no disk",
+            f"rank 2: more in {log}",
+        ]
+    assert sorted(path.name for path in logs.iterdir()) == ["rank-1.log", "rank-2.log"]
+    assert [line for line in (logs / "rank-1.log").read_text().splitlines() if line[:4] == "here"] == ["here is 1"] * 2
+
+
+def test_run_in_which_nothing_moves_is_ended_and_says_what_each_rank_did_last(tmp_path: Path) -> None:
+    body = "from xctrain.phase import enter; enter(f'step {7 + rank}'); at(signal.SIGTERM, 9); ready(); sleep()"
+    process = launch(body, tmp_path, 2, "stall_s=1.5")
+    pids = wait_for(tmp_path)
+    lines = runs.finish(process, code=1).splitlines()
+    assert lines[0] == "no rank has come further for 1.5 seconds, all are ended"
+    assert [line.partition(", since")[0] for line in lines[1:]] == [
+        "rank 0 was last at: step 7",
+        "rank 1 was last at: step 8",
+    ]
+    assert gone(pids)
+
+
+def test_run_that_moves_is_not_ended(tmp_path: Path) -> None:
+    body = "from xctrain.phase import enter; [(enter(f'{i}'), time.sleep(0.1)) for i in range(40)]"
+    assert runs.finish(launch(body, tmp_path, 1, "stall_s=1.5")) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0, 0, None), "--nodes is 0, expected 1 or more"),
+        ((2, 2, "a"), "--node-rank is 2, of 2 nodes; expected 0 to 1"),
+        ((2, 0, None), "--nodes is 2, --master is missing; give name or address of node 0, or HOST:PORT"),
+        ((2, 0, "a:b"), "--master is a:b, expected HOST or HOST:PORT; correct the port"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(arguments: tuple[int, int, str | None], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Nodes.of(*arguments)
+    assert str(caught.value) == text
 
 
 def test_threads_are_shared_out_unless_they_are_set(tmp_path: Path) -> None:
