@@ -20,6 +20,7 @@ from pipelines.errors import BuildError
 from pipelines.filters import Reason
 from pipelines.held import Held, read_held
 from pipelines.plan import Slice
+from pipelines.progress import progress_bar
 from pipelines.state import State, finished_in, shard_files
 from shards.atomic import publish, write_file
 from shards.manifest import Addition as Parent
@@ -55,8 +56,11 @@ class Addition(Build):
     """
 
     def _read_input(self) -> None:
-        self.before = Manifest.load(self.config.folder)
         super()._read_input()
+        if self._upload is not None:
+            with progress_bar(None, "fetch", "B") as progress:
+                self._upload.fetch(progress)
+        self.before = Manifest.load(self.config.folder)
 
     @property
     def page(self) -> Path:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.progress import Progress
-from shards.atomic import write_file
+from shards.atomic import aside, publish, write_file
 from shards.errors import ConfigError, FormatError
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest
-from shards.remote import Found, Remote
+from shards.remote import Found, Remote, RemoteError
 
 AT_ONCE = 4  # objects sent side by side
 REMEMBERED = "uploaded.json"
@@ -85,6 +85,32 @@ class Upload:
             "out, or replace it with build.overwrite=true"
         )
 
+    def fetch(self, progress: Progress = lambda count: None) -> None:
+        """Copy the dataset that is there into the local folder, but for what that has already. Counts bytes as progress.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._before is None:
+            raise ConfigError(f"{self._remote}: holds no dataset to add to; check the address, or build there first")
+        here = self._here()
+        if here and here.num_shards_of(self._before.manifest_id) is not None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        others = (name for name in self._there if name.startswith(("rejects", "report")) and "/" not in name)
+        digests: dict[str, str | None] = {**_shard_digests(self._before), **dict.fromkeys(others)}
+        for name, digest in digests.items():
+            path = self._folder / name
+            if digest is None or not path.exists() or _sha256(path) != digest:
+                self._remote.fetch(name, aside(path))
+                if digest is not None and (found := _sha256(aside(path))) != digest:
+                    raise RemoteError(
+                        f"{self._remote}/{name}: sha256 is {found}, the manifest says {digest}; build it there again"
+                    )
+                publish(aside(path), path)
+            progress(path.stat().st_size)
+        write_file(self._folder / MANIFEST, self._raw)
+
     def send(self, progress: Progress = lambda count: None) -> int:
         """Make the address hold what the folder holds; number of objects sent. Counts bytes as progress.
 
@@ -127,7 +153,9 @@ class Upload:
         found = self._there.get(name)
         if found is None or found.num_bytes != (self._folder / name).stat().st_size:
             return False
-        return bool(self._sent["files"].get(name) == [digest, *_as_list(found)] or known.get(name) == digest)
+        if sent := self._sent["files"].get(name):
+            return bool(sent == [digest, *_as_list(found)])
+        return known.get(name) == digest
 
     def _put_all(self, names: Sequence[str], digests: Mapping[str, str], progress: Progress) -> None:
         stop = threading.Event()
@@ -137,15 +165,16 @@ class Upload:
                 self._put(name, digests[name])
                 progress((self._folder / name).stat().st_size)
 
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            try:
-                for _ in threads.map(put, names):
-                    self._remember()
-            except BaseException:
-                stop.set()
-                raise
-            finally:
-                self._remember()
+        try:
+            with ThreadPoolExecutor(AT_ONCE) as threads:
+                try:
+                    for _ in threads.map(put, names):
+                        self._remember()
+                except BaseException:
+                    stop.set()
+                    raise
+        finally:
+            self._remember()  # those too that were under way when another one failed
 
     def _put(self, name: str, digest: str) -> None:
         self._remote.put(name, self._folder / name)
