@@ -206,6 +206,8 @@ class ParquetImages:
         with aside.open("wb") as file:
             file.write(index.tobytes())
             file.writelines(data for data in images if data)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
 
     def _images(self, chunk: str) -> list[bytes | None]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from kinds import KINDS
 
 from pipelines.run import run_plain
 from pipelines.state import read_json
@@ -59,6 +60,22 @@ def kill_until_done(command, config_file, reference, data_files, kills, draws, *
 
 def test_a_build_killed_at_random_moments_ends_with_the_same_bytes(command, config_file, reference, data_files):
     kill_until_done(command, config_file, reference, data_files, 3, random.Random(0), "--plain")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["parquet_struct", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "parquet_struct")],
+)
+def test_a_killed_build_of_any_kind_of_source_ends_with_the_same_bytes(
+    command, make_config, data_files, pictures, tmp_path, kind
+):
+    made = [pictures.encode(pictures.photo(i, 320, 240, "RGBA"), "PNG") for i in range(40)]
+    values = KINDS[kind](tmp_path, [(i, f"{i}.png", data, [f"number {i}"]) for i, data in enumerate(made)])
+    run_plain(make_config(values, tmp_path / "reference"))
+    path = tmp_path / "build.yaml"
+    content = {"source": values, "out": tmp_path / "out", "build": {"records_per_shard": 8, "processes": 2}}
+    path.write_text(json.dumps(content, default=str))
+    kill_until_done(command, path, data_files(tmp_path / "reference"), data_files, 2, random.Random(kind), "--plain")
 
 
 @pytest.mark.slow
