@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig
+from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig, SplitConfig
 from pipelines.sources.coco import open_all
 from shards.errors import ConfigError
 from shards.settings import apply_override, load_settings, validate
@@ -88,7 +88,7 @@ def test_a_held_out_word_that_is_none_says_which_there_are():
 
 
 def test_every_field_says_what_it_is_for():
-    sections = (BuildConfig, SourceConfig, HeldOutConfig, RunConfig, FilterConfig)
+    sections = (BuildConfig, SourceConfig, HeldOutConfig, SplitConfig, RunConfig, FilterConfig)
     fields = [(m.__name__, name, f.description) for m in sections for name, f in m.model_fields.items()]
     assert [field for field in fields if not field[2]] == []
 
@@ -96,6 +96,18 @@ def test_every_field_says_what_it_is_for():
 def test_the_shipped_config_is_valid(request):
     path = request.config.rootpath / "configs" / "build.yaml"
     assert load_settings(BuildConfig, path).build.records_per_shard == 256
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "karpathy", "tars"])
+def test_the_shipped_configs_of_other_kinds_are_valid(request, kind):
+    config = load_settings(BuildConfig, request.config.rootpath / "configs" / f"build-{kind}.yaml")
+    assert config.source.kind == {"tars": "webdataset"}.get(kind, kind)
+
+
+def test_a_list_of_files_on_the_command_line_is_one():
+    overrides = ["source.kind=csv", "source.path=[a.csv, b.csv]", "source.images=2024-01-01", "out=o"]
+    config = load_settings(BuildConfig, None, overrides)
+    assert (config.source.path, config.source.images) == (("a.csv", "b.csv"), "2024-01-01")
 
 
 def test_the_deployment_builds_what_the_shipped_config_does(request):
