@@ -116,10 +116,10 @@ def quarantine_id(reader: SplitReader, indices: Iterable[int]) -> str | None:
 
 def _left_out(path: Path, number: int, values: Any) -> LeftOut:
     kinds = {"key": str | None, "shard": str, "sample": int, "reason": str}
-    if not isinstance(values, dict) or {*values} != {*kinds} or values["sample"] < 0:
+    if not isinstance(values, dict) or {*values} != {*kinds}:
         raise ConfigError(f"{path}: entry {number} is not {{{', '.join(kinds)}}}; write the list again", path=path)
     for name, kind in kinds.items():
-        if not isinstance(values[name], kind):
+        if not isinstance(values[name], kind) or (name == "sample" and values[name] < 0):
             raise ConfigError(f"{path}: {name} of entry {number} is {values[name]!r}; write the list again", path=path)
     return LeftOut(**values)
 

@@ -43,10 +43,10 @@ def drawn_sample(number: int, num_captions: int = 3) -> Sample:
     return Sample(f"{number:012d}", data.getvalue(), "png", meta)
 
 
-def write_dataset(folder: Path, splits: dict[str, list[int]]) -> Manifest:
-    """A shard folder with, for each split, shards of the given sizes."""
+def write_dataset(folder: Path, splits: dict[str, list[int]], first: int = 0) -> Manifest:
+    """A shard folder with, for each split, shards of the given sizes; pictures are numbered from ``first`` on."""
     folder.mkdir(parents=True, exist_ok=True)
-    entries, number = [], 0
+    entries, number = [], first
     for split, sizes in splits.items():
         for i, size in enumerate(sizes):
             with ShardWriter(folder, f"{split}-{i:06d}", split) as writer:

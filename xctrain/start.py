@@ -80,6 +80,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
     notes += resume.describe_data(state, segments) if point else []
     order = data.order(segments)
     num_steps, end = resume.run_length(config, segments, order)
+    if point and config.train.num_steps is None and segments[-1].parts != state.segments[-1].parts:
+        before, _ = resume.run_length(config, state.segments, data.order(state.segments))
+        notes.append(f"{num_steps} steps in all instead of {before}; the learning rate follows")
     stream = Stream(order, config.train.global_batch, end)
     state = replace(state, segments=segments, keys_from=keys_from(config, state, point))
     return Plan(data, tuple(scored), stream, num_steps, state, point, tuple(notes))
