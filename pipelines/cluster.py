@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,20 +58,26 @@ def _ray(config: RunConfig) -> Any:
     return RayTaskRunner(init_kwargs={**quiet, "num_cpus": config.num_processes, "include_dashboard": False})
 
 
-def require_workers(config: RunConfig, runner: Any) -> None:
-    """Check that a running Dask cluster has a worker. Later, while it has none, it waits for new ones; so does Ray.
+@contextmanager
+def started(config: RunConfig, runner: Any) -> Iterator[None]:
+    """The task runner at work. Later, while the cluster has no worker, it waits for new ones.
 
     Raises:
-        BuildError: none came in time.
+        BuildError: a Dask cluster has no worker from the start.
     """
-    if config.runner == "dask":
-        try:
-            runner.client.wait_for_workers(1, timeout=WORKERS_S)
-        except TimeoutError:
-            raise BuildError(
-                f"the Dask scheduler at {config.address} has no workers, {WORKERS_S} s were waited; start some with "
-                f"`dask worker {config.address}`, on machines that see the source and the shard folder"
-            ) from None
+    terminate = signal.getsignal(signal.SIGTERM)
+    with runner:
+        if terminate and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)  # Ray's own handler would abort this process
+        if config.runner == "dask":
+            try:
+                runner.client.wait_for_workers(1, timeout=WORKERS_S)
+            except TimeoutError:
+                raise BuildError(
+                    f"the Dask scheduler at {config.address} has no workers, {WORKERS_S} s were waited; start some with "
+                    f"`dask worker {config.address}`, on machines that see the source and the shard folder"
+                ) from None
+        yield
 
 
 def _place(address: str) -> tuple[str, int]:
@@ -120,6 +128,9 @@ def errors_in_words(config: RunConfig) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except SystemError as error:
+        # What a signal raises inside Ray's compiled code comes out as the cause of this.
+        raise error if isinstance(error.__cause__, Exception | None) else error.__cause__ from None
     except ModuleNotFoundError as error:
         raise BuildError(
             f"a worker of the cluster has no Python package {error.name}; install the same xctrain there as here"

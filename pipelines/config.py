@@ -146,7 +146,7 @@ class SplitConfig(Settings):
         return self
 
 
-def _processes() -> int:
+def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
@@ -207,7 +207,7 @@ class RunConfig(Settings):
 
     @property
     def num_processes(self) -> int:
-        return _processes() if self.processes == "auto" else self.processes
+        return usable_cpus() if self.processes == "auto" else self.processes
 
 
 def _finite(values: tuple[float, ...]) -> tuple[float, ...]:

@@ -1,8 +1,13 @@
 """Errors of the build that a user can cause."""
 
 import errno
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shards.errors import UserError, describe
+
+if TYPE_CHECKING:
+    from shards.verify import Finding
 
 # What the system says of disks, servers and connections that may be well again a moment later.
 _PASSING = frozenset(
@@ -30,6 +35,14 @@ class InterruptedBuildError(BuildError):
     """A signal ended the build. Finished shards are kept, so the same command goes on from there."""
 
     exit_code = 75
+
+
+class DamageError(BuildError):
+    """A shard folder is not what its manifest says; ``findings`` are all that were found."""
+
+    def __init__(self, message: str, findings: "Sequence[Finding]" = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
 
 
 class DownloadError(BuildError):

@@ -1,14 +1,10 @@
 """The build as a Prefect flow: one task run per shard; tasks pass names and counts. Work is done by ``Build``."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-from prefect import flow, get_client, get_run_logger, runtime, task
-from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
+from prefect import flow, get_client, get_run_logger, runtime
 from prefect.settings import PREFECT_API_URL
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BaseModel
@@ -17,38 +13,15 @@ from pipelines import cluster, prefect_api, remote
 from pipelines.addition import Addition
 from pipelines.build import Build, Summary
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig, SplitConfig
-from pipelines.errors import PassingError
 from pipelines.progress import Progress, progress_bar
-from pipelines.retries import delays_s
 from pipelines.run import each_result
+from pipelines.tasks import described, make_task, show
 
 IN_FLIGHT = 256  # tasks that wait at a cluster, whose size can change; more than any small cluster works at
 
 
-def _task(function: Callable[..., Any], name: str, run_name: str | None = None, retries: int = 0) -> Any:
-    """Prefect's caching and result storage stay off: only the shard folder knows what is finished."""
-    options = {"cache_policy": NO_CACHE, "persist_result": False}
-    retrying = {"retries": retries, "retry_delay_seconds": delays_s(retries), "retry_condition_fn": _may_pass}
-    return task(name=name, task_run_name=run_name, **options, **(retrying if retries else {}))(function)  # type: ignore[call-overload]
-
-
-def _may_pass(task: object, run: TaskRun, state: State[Any]) -> bool:
-    return isinstance(state.data, PassingError)
-
-
-def _described(model: type[BaseModel]) -> Callable[[Any], Any]:
-    """Add the descriptions of the config's fields to a flow's docstring, from which Prefect's form takes them."""
-
-    def describe(function: Any) -> Any:
-        lines = [f"    {name}: {field.description}" for name, field in model.model_fields.items()]
-        function.__doc__ = "\n".join([function.__doc__, "", "Args:", *lines])
-        return function
-
-    return describe
-
-
 @flow(name="build-shards", persist_result=False, retries=0, validate_parameters=True)
-@_described(BuildConfig)
+@described(BuildConfig)
 def build_shards(
     out: Path | str,
     source: SourceConfig | str | None = None,
@@ -67,7 +40,7 @@ def build_shards(
 
 
 @flow(name="add-shards", persist_result=False, retries=0, validate_parameters=True)
-@_described(BuildConfig)
+@described(BuildConfig)
 def add_shards(
     out: Path | str,
     source: SourceConfig | str | None = None,
@@ -87,10 +60,10 @@ def _run(kind: type[Build], given: dict[str, Any], sections: dict[str, BaseModel
     prefect_api.say_in_one_paragraph()
     config = BuildConfig.model_validate({**given, **_completed(sections)})
     with kind(config) as job:
-        todo: list[str] = _task(job.plan, "plan", "plan")()
+        todo: list[str] = make_task(job.plan, "plan", "plan")()
         with progress_bar(job.num_records(todo), "build") as progress:
             _build_all(job, todo, progress)
-        summary: Summary = _task(job.publish, "publish", "publish")()
+        summary: Summary = make_task(job.publish, "publish", "publish")()
     _show(summary, job.page.resolve())
     return summary.to_json()
 
@@ -119,21 +92,19 @@ def _build_all(job: Build, todo: list[str], progress: Progress) -> None:
     if config.remote:
         cluster.require_reachable_api(config, str(PREFECT_API_URL.value()))
         runner = cluster.task_runner(config)
-        shard, limit = _task(build_elsewhere, "build-shard", "{name}", config.retries), IN_FLIGHT
+        shard, limit = make_task(build_elsewhere, "build-shard", "{name}", config.retries), IN_FLIGHT
         same = {"run": job.hold.run, "expected": remote.versions()}
     else:
         runner = ThreadPoolTaskRunner(max_workers=len(job.workers))
-        shard, limit = _task(job.build_shard, "build-shard", "{name}", config.retries), 2 * len(job.workers)
+        shard, limit = make_task(job.build_shard, "build-shard", "{name}", config.retries), 2 * len(job.workers)
 
     def submit(name: str) -> Any:
         if config.remote:
             return runner.submit(shard, {"name": name, "order": str(job.write_order(name).absolute()), **same})
         return runner.submit(shard, {"name": name, "progress": progress})
 
-    with cluster.errors_in_words(config) if config.remote else nullcontext(), runner:
+    with cluster.errors_in_words(config) if config.remote else nullcontext(), cluster.started(config, runner):
         try:
-            if config.remote:
-                cluster.require_workers(config, runner)
             for counts in each_result(submit, todo, limit):
                 if config.remote:
                     progress(sum(counts.values()))
@@ -153,21 +124,13 @@ def _show(summary: Summary, page: Path) -> None:
     reasons = sorted(summary.rejected.items(), key=lambda pair: (-pair[1], pair[0]))
     rows = [
         *((f"kept, {split}", count) for split, count in summary.splits.items()),
-        *(("rejected, " + r, n) for r, n in reasons),
+        *((f"rejected, {reason}", count) for reason, count in reasons),
     ]
-    create_markdown_artifact(
-        key="build-report",
-        description=f"{summary.out}: manifest {summary.manifest_id[:16]}",
-        markdown="\n".join(
-            [
-                f"## {summary.out}",
-                "| records | number |",
-                "| --- | ---: |",
-                *(f"| {name} | {number:,} |" for name, number in rows),
-                "",
-                f"Pictures and histograms: [{page}]({page.as_uri()}), on the machine that built it.",
-                "",
-                f"manifest_id `{summary.manifest_id}`" + (", nothing has changed" if summary.unchanged else ""),
-            ]
-        ),
+    show(
+        "build-report",
+        f"{summary.out}: manifest {summary.manifest_id[:16]}",
+        ("records", "number"),
+        rows,
+        f"Pictures and histograms: [{page}]({page.as_uri()}), on the machine that built it.",
+        f"manifest_id `{summary.manifest_id}`" + (", nothing has changed" if summary.unchanged else ""),
     )

@@ -2,7 +2,8 @@
 
 import hashlib
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shards import ustar
@@ -14,7 +15,7 @@ from shards.manifest import NAME, Manifest, ShardEntry
 from shards.reader import MismatchError, SampleMeta, checked_sample, parse_meta
 from shards.remote import Remote
 from shards.sample import Sample
-from shards.verify import Finding, verify_keys, verify_manifest, verify_shard
+from shards.verify import Finding, verify_all, verify_keys, verify_manifest, verify_shard
 
 
 class RemoteShards:
@@ -35,18 +36,29 @@ class RemoteShards:
         self.manifest = Manifest.parse(self._raw, f"{self.remote}/{NAME}")
 
     def verify(self) -> list[Finding]:
-        """What ``shards.verify`` finds; needs room for one shard, and the sample lists of all."""
+        """What ``shards.verify`` finds; needs room for one shard, and then for the sample lists of all."""
+        return verify_all(self)
+
+    def verify_manifest(self) -> list[Finding]:
         names = [name for name in self.remote.list() if name.endswith(".tar") and "/" not in name]
+        with tempfile.TemporaryDirectory(prefix="xctrain-") as nothing:
+            return verify_manifest(self.manifest, self._raw, names, Path(nothing))
+
+    def verify_shard(self, entry: ShardEntry) -> list[Finding]:
+        with self._fetched(entry.name, entry.idx_name, entry.meta_name) as folder:
+            return verify_shard(folder, entry)
+
+    def verify_keys(self) -> list[Finding]:
+        with self._fetched(*(entry.meta_name for entry in self.manifest.shards)) as folder:
+            return verify_keys(folder, self.manifest)
+
+    @contextmanager
+    def _fetched(self, *names: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="xctrain-") as temporary:
-            folder = Path(temporary)
-            findings = verify_manifest(self.manifest, self._raw, names, folder)
-            for entry in self.manifest.shards:
-                for name in (entry.name, entry.idx_name, entry.meta_name):
-                    with suppress(FileNotFoundError):  # which is what verify then finds
-                        self.remote.fetch(name, folder / name)
-                findings += verify_shard(folder, entry)
-                (folder / entry.name).unlink(missing_ok=True)
-            return [*findings, *verify_keys(folder, self.manifest)]
+            for name in names:
+                with suppress(FileNotFoundError):  # which is what verify then finds
+                    self.remote.fetch(name, Path(temporary) / name)
+            yield Path(temporary)
 
     def find(self, key: str) -> tuple[ShardEntry, int, SampleMeta, Sample]:
         """A sample by its key: shard, number in it, line of the sample list, checked content.

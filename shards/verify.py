@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -40,12 +40,47 @@ def verify(folder: Path) -> list[Finding]:
     Raises:
         ConfigError, FormatError: the manifest itself cannot be read.
     """
-    manifest = Manifest.load(folder)
-    names = [path.name for path in folder.glob("*.tar")]
-    findings = verify_manifest(manifest, (folder / NAME).read_bytes(), names, folder / ".build")
-    for entry in manifest.shards:
-        findings += verify_shard(folder, entry)
-    return [*findings, *verify_keys(folder, manifest)]
+    return verify_all(FolderShards(folder))
+
+
+class Checked(Protocol):
+    """A dataset that can be verified part by part."""
+
+    manifest: Manifest
+
+    def verify_manifest(self) -> list[Finding]: ...
+
+    def verify_shard(self, entry: ShardEntry) -> list[Finding]: ...
+
+    def verify_keys(self) -> list[Finding]: ...
+
+
+class FolderShards:
+    """A dataset in a folder.
+
+    Raises:
+        ConfigError, FormatError: the manifest itself cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.load(folder)
+
+    def verify_manifest(self) -> list[Finding]:
+        names = [path.name for path in self.folder.glob("*.tar")]
+        return verify_manifest(self.manifest, (self.folder / NAME).read_bytes(), names, self.folder / ".build")
+
+    def verify_shard(self, entry: ShardEntry) -> list[Finding]:
+        return verify_shard(self.folder, entry)
+
+    def verify_keys(self) -> list[Finding]:
+        return verify_keys(self.folder, self.manifest)
+
+
+def verify_all(shards: Checked) -> list[Finding]:
+    """All findings of a dataset."""
+    found = [finding for entry in shards.manifest.shards for finding in shards.verify_shard(entry)]
+    return [*shards.verify_manifest(), *found, *shards.verify_keys()]
 
 
 def verify_manifest(manifest: Manifest, raw: bytes, names: Iterable[str], remembered: Path) -> list[Finding]:

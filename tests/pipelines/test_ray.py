@@ -96,7 +96,7 @@ def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file,
     process.send_signal(signum)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (75 if signum == signal.SIGTERM else -signal.SIGKILL), errors
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while left := ray_processes(process.pid):
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
