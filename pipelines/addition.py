@@ -90,7 +90,7 @@ class Addition(Build):
         manifest = Manifest((*self.before.shards, *entries), self.before.settings, (*self.before.additions, parent))
         number = len(manifest.additions)
         folders = {entry.name: self.state.next for entry in entries}
-        pages = report.files(self.config, self.planned.splits, added, results, folders)
+        pages = report.files(self.config, self.planned, added, results, folders)
         files = {name.replace(".", f"-{number}.", 1): data for name, data in pages.items()}
         self._put(manifest, results, {f"rejects-{number}.jsonl": rejects, **files})
         return Summary(

@@ -256,7 +256,7 @@ class Build:
             self.state.write_json(SETTINGS, self.settings)
         else:
             folders = {result["entry"]["name"]: target for target, result in places.values() if result["entry"]}
-            files |= report.files(self.config, self.planned.splits, manifest, results, folders)
+            files |= report.files(self.config, self.planned, manifest, results, folders)
             self._replace(files, staged, stale)
         shutil.rmtree(self.state.next, ignore_errors=True)
         for order in self.state.slices.glob("*.json"):
@@ -395,6 +395,7 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
         writer: ShardWriter | None = None
         while chunk := list(islice(records, PROGRESS_EVERY)):
             for record in chunk:
+                report.count_captions(stats, record)
                 judged = _judge(record, images[record.get("source", 0)], limits)
                 if isinstance(judged, Rejection):
                     rejects.append(_reject(order["split"], record, judged))
@@ -411,7 +412,7 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
         "kept": dict(kept),
         "entry": entry,
         "rejects": rejects,
-        "stats": {name: dict(counts) for name, counts in stats.items()},
+        "stats": report.remembered(stats),
     }
     if folder != target:
         for name in shard_files(entry):

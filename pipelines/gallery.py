@@ -14,6 +14,7 @@ from typing import Any
 import simplejpeg
 from PIL import Image, ImageOps
 
+from pipelines import jpeg
 from pipelines.filters import Rejection
 from pipelines.images import open_images
 from pipelines.measure import FORMATS, to_rgb
@@ -22,6 +23,7 @@ from pipelines.records import id_order
 from shards.manifest import Manifest, ShardEntry
 
 SIDE_PX = 320
+MOST_ALIKE = 5  # pictures of a group beside the one that stays
 Shard = list[Mapping[str, Any]]
 
 
@@ -66,14 +68,27 @@ def rejected(
     for row in sorted(rejects, key=lambda row: (row["reason"], row["split"], id_order(row["image_id"]))):
         by_reason[row["reason"]].append(row)
     chosen = islice((r for r in chain.from_iterable(zip_longest(*by_reason.values())) if r), number)
-    images = {split.name: [open_images(source.images) for source in split.sources] for split in splits}
+    return [_shown(row, splits, max_pixels, row["reason"]) for row in chosen]
+
+
+def groups(
+    splits: Sequence[PlannedSplit], rows: Sequence[Sequence[Mapping[str, Any]]], max_pixels: int
+) -> list[list[Shown]]:
+    """Pictures of groups that look alike: the one that stays, then the first of those that gave way to it."""
     shown = []
-    for row in chosen:
-        place, files = row.get("place", row["file_name"]), images[row["split"]][row.get("source", 0)]
-        data = b"" if isinstance(files.stamp(place), Rejection) else files.read(place)
-        picture = "" if isinstance(data, Rejection) else thumbnail(data, max_pixels)
-        shown.append(Shown(picture, row["file_name"], row["detail"], row["reason"]))
+    for first, *others in rows:
+        group = [_shown(row, splits, max_pixels, "gave way") for row in others[:MOST_ALIKE]]
+        shown.append([_shown(first, splits, max_pixels, f"stays for {len(others):,}"), *group])
     return shown
+
+
+def _shown(row: Mapping[str, Any], splits: Sequence[PlannedSplit], max_pixels: int, tag: str) -> Shown:
+    """A file of the source; ``open_images`` opens each place once."""
+    split = next(split for split in splits if split.name == row["split"])
+    files, place = open_images(split.sources[row.get("source", 0)].images), row.get("place", row["file_name"])
+    data = b"" if isinstance(files.stamp(place), Rejection) else files.read(place)
+    picture = "" if isinstance(data, Rejection) else thumbnail(data, max_pixels)
+    return Shown(picture, row["file_name"], row["detail"] or f"image {row['image_id']}, {row['split']}", tag)
 
 
 def thumbnail(data: bytes, max_pixels: int) -> str:
@@ -94,6 +109,7 @@ def _small(data: bytes, max_pixels: int) -> Image.Image:
         if image.width * image.height > max_pixels:
             raise ValueError("too large to show")
         if image.format == "JPEG" and image.mode == "RGB":
+            jpeg.require_few_scans(data)
             pixels = simplejpeg.decode_jpeg(
                 data, "RGB", min_width=SIDE_PX, min_height=SIDE_PX, min_factor=1, strict=False
             )

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pipelines.spool import Numbers, Spool
 from shards.errors import ConfigError, counted
 from shards.sample import canonical_json
 
+LOOKS_LIKE = "looks like image"  # begins the detail of a near duplicate
 VERSION = 1  # raise it when the same records and settings give other bytes; finished shards are then built again
 
 
@@ -96,6 +98,38 @@ class Plan:
         content = b"".join(self._content(piece.name, split, rows))
         more = {"digest": piece.digest, "images": [s.images for s in split.sources], **about}
         return content[:-1] + b"," + canonical_json(more)[1:]
+
+    @property
+    def num_alike(self) -> int:
+        """Number of groups of near duplicates."""
+        return len(np.unique(self._spool.table["owner"][self._lost]))
+
+    @cached_property
+    def _lost(self) -> Numbers:
+        """Rows that gave way to another that they look like."""
+        numbers = [i for i, r in enumerate(self._spool.rejections) if r and r.detail.startswith(LOOKS_LIKE)]
+        return np.flatnonzero(np.isin(self._spool.table["verdict"], numbers))
+
+    def alike(self, most: int) -> list[list[Mapping[str, Any]]]:
+        """At most so many groups of near duplicates, the largest first: what stays, then what gave way to it."""
+        owner_of = self._spool.table["owner"][self._lost]
+        owners, sizes = np.unique(owner_of, return_counts=True)
+        chosen = owners[np.lexsort((owners, -sizes))][:most].tolist()
+        return [[self._about(int(i)) for i in (owner, *self._lost[owner_of == owner])] for owner in chosen]
+
+    def _about(self, number: int) -> Mapping[str, Any]:
+        """What a row of rejects.jsonl says, and where the picture is."""
+        row, record = self._spool.table[number], self._spool.record(number)
+        split = self.splits[row["split"]]
+        rejection = self._spool.rejection(number)
+        return {
+            "split": split.name,
+            "image_id": record["image_id"],
+            "file_name": record["file_name"],
+            "detail": rejection.detail if rejection else "",
+            "place": self._spool.place(number),
+            "source": split.source_numbers.index(row["source"]),
+        }
 
 
 def require_images(source: Source) -> None:
@@ -249,10 +283,10 @@ def _reject_near_duplicates(spool: Spool, names: Sequence[str], most_bits: int) 
         row, owner = int(rows[later]), int(rows[earlier])
         bits = f"{int(likeness[later] ^ likeness[earlier]).bit_count()} of {BITS} bits differ"
         if table["split"][row] == table["split"][owner]:
-            spool.reject(row, Reason.NEAR_DUPLICATE, f"looks like image {{owner}}: {bits}", owner)
+            spool.reject(row, Reason.NEAR_DUPLICATE, f"{LOOKS_LIKE} {{owner}}: {bits}", owner)
         else:
             name = names[table["split"][owner]]
-            spool.reject(row, Reason.SPLIT_LEAK, f"looks like image {{owner}} of split {name}: {bits}", owner)
+            spool.reject(row, Reason.SPLIT_LEAK, f"{LOOKS_LIKE} {{owner}} of split {name}: {bits}", owner)
 
 
 def first_equal(values: Any, wanted: Any) -> Numbers:

@@ -39,6 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     show = add("show", show_sample, "Print one sample's JSON, and write its picture with --out.")
     show.add_argument("key", metavar="KEY")
     show.add_argument("--out", type=Path, metavar="FILE", help="write the picture there (or into this folder)")
+    preview = add("preview", write_preview, "Write a contact sheet: one HTML file with pictures and their captions.")
+    preview.add_argument("--split", help="default: each split")
+    preview.add_argument("--num", type=int, default=48, metavar="N", help="samples of a split, spread over its shards")
+    preview.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="default: %(default)s")
     check = add("verify", verify_folder, "Recheck every byte against the manifest; exit code 1 if anything differs.")
     check.add_argument(
         "--quarantine", type=Path, metavar="FILE", help="list there the samples to leave out of training"
@@ -124,6 +128,33 @@ def show_sample(arguments: argparse.Namespace) -> int:
             print(f"note: {out} holds a {sample.extension} picture", file=sys.stderr)
     _print_json(answer)
     return 0
+
+
+def write_preview(arguments: argparse.Namespace) -> int:
+    """The contact sheet; exit code 1 if a sample on it is damaged."""
+    from shards.atomic import write_file
+    from shards.preview import contact_sheet
+
+    out: Path = arguments.out
+    if arguments.num < 1:
+        raise ConfigError(f"--num is {arguments.num}, expected 1 or more")
+    if isinstance(arguments.folder, str):
+        raise ConfigError(f"{arguments.folder}: preview reads samples of every shard; copy the folder here first")
+    if not out.absolute().parent.is_dir() or out.is_dir():
+        raise ConfigError(f"{out}: is a folder, or its folder does not exist; give a file to write with --out")
+    if out.absolute().parent.resolve() == arguments.folder.resolve():
+        raise ConfigError(f"{out}: lies in the shard folder, which holds nothing but the dataset; choose another --out")
+    manifest = _manifest(arguments.folder)
+    splits = [arguments.split] if arguments.split else list(manifest.splits)
+    sheet = contact_sheet(arguments.folder, manifest, splits, arguments.num)
+    write_file(out, sheet.html.encode("utf-8", "backslashreplace"))
+    if arguments.json:
+        _print_json({"out": str(out), "keys": sheet.keys, "damaged": sheet.damaged})
+    else:
+        print(f"{out}: {counted(len(sheet.keys), 'sample')}")
+        for finding in sheet.damaged:
+            print(finding)
+    return 1 if sheet.damaged else 0
 
 
 def verify_folder(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,12 @@ def photo(seed: int, width: int = 64, height: int = 48, mode: str = "RGB") -> Im
     return Image.fromarray(pixels.astype(np.uint8)).convert(mode)
 
 
+def scene(seed: int) -> Image.Image:
+    """A picture of large patches, unlike any other scene, as photos are; waves alone can look like other waves."""
+    patches = np.random.default_rng(seed).integers(0, 255, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(patches).resize((320, 240), Image.Resampling.BICUBIC)
+
+
 def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     out = io.BytesIO()
     image.save(out, kind, **options)
@@ -62,7 +68,7 @@ def png_bomb(side: int) -> bytes:
 
 @pytest.fixture(scope="session")
 def pictures() -> SimpleNamespace:
-    return SimpleNamespace(photo=photo, encode=encode, float_tiff=float_tiff, png_bomb=png_bomb)
+    return SimpleNamespace(photo=photo, scene=scene, encode=encode, float_tiff=float_tiff, png_bomb=png_bomb)
 
 
 def write_coco(

@@ -280,7 +280,7 @@ def test_a_report_that_cannot_be_made_takes_nothing_away(photos, make_config, da
     path = source / "annotations" / "captions_train2017.json"
     path.write_text(path.read_text().replace("seen once", "seen at last"))
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.report.render", lambda *_: 1 / 0)
+        patch.setattr("pipelines.report_page.render", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_plain(make_config(source, out))
     assert data_files(out) == before

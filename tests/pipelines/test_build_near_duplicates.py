@@ -13,13 +13,6 @@ from shards.manifest import Manifest
 ON = {"near_duplicate_bits": 4}
 
 
-def scene(pictures, seed):
-    """A picture with large shapes, as photos have; a wave of its own alone would be like other waves."""
-    rng = np.random.default_rng(seed)
-    small = Image.fromarray(rng.integers(0, 255, (6, 8, 3), dtype=np.uint8))
-    return small.resize((320, 240), Image.Resampling.BICUBIC)
-
-
 def details(out):
     rows = map(json.loads, (out / "rejects.jsonl").read_text().splitlines())
     return {row["file_name"]: (row["reason"], row["detail"]) for row in rows}
@@ -42,7 +35,7 @@ def altered(image, encode):
 
 
 def test_near_duplicates_are_rejected_whatever_their_size_kind_and_quality(coco, make_config, pictures, tmp_path):
-    first, others = scene(pictures, 1), {f"other{i}.jpg": pictures.encode(scene(pictures, i)) for i in range(2, 8)}
+    first, others = pictures.scene(1), {f"other{i}.jpg": pictures.encode(pictures.scene(i)) for i in range(2, 8)}
     near = altered(first, pictures.encode)
     source = coco(tmp_path / "source", {"first.jpg": pictures.encode(first), **others, **near})
     run_plain(make_config(source, tmp_path / "out", filters=ON, build={"max_reject_share": 1}))
@@ -57,8 +50,8 @@ def test_near_duplicates_are_rejected_whatever_their_size_kind_and_quality(coco,
 
 
 def test_what_looks_like_a_held_out_picture_is_a_leak(coco, make_config, pictures, tmp_path):
-    held = scene(pictures, 1)
-    train = {f"{i}.jpg": pictures.encode(scene(pictures, i)) for i in range(2, 6)}
+    held = pictures.scene(1)
+    train = {f"{i}.jpg": pictures.encode(pictures.scene(i)) for i in range(2, 6)}
     source = coco(tmp_path / "source", {"like.jpg": pictures.encode(held.resize((200, 150))), **train})
     coco(source, {"held.jpg": pictures.encode(held)}, split="val", first_id=500)
     run_plain(make_config(source, tmp_path / "out", filters=ON))
@@ -68,7 +61,7 @@ def test_what_looks_like_a_held_out_picture_is_a_leak(coco, make_config, picture
 
 
 def test_a_picture_that_is_rejected_itself_takes_no_other_with_it(coco, make_config, pictures, tmp_path):
-    image = scene(pictures, 1)
+    image = pictures.scene(1)
     whole = pictures.encode(image)
     files = {
         "tiny.jpg": pictures.encode(image.resize((20, 15))),
@@ -102,15 +95,15 @@ def test_flat_and_nearly_flat_pictures_are_like_no_other(pictures):
 def test_a_hash_does_not_depend_on_the_scale_at_which_a_jpeg_is_decoded(pictures):
     limits = FilterConfig(**ON)
     for seed in range(5):
-        image = scene(pictures, seed).resize((1280, 960), Image.Resampling.BICUBIC)
+        image = pictures.scene(seed).resize((1280, 960), Image.Resampling.BICUBIC)
         data = pictures.encode(image, quality=95)
         whole = fingerprint(pictures.encode(Image.open(io.BytesIO(data)), "PNG"), limits)
         assert (whole ^ fingerprint(data, limits)).bit_count() <= 2
 
 
 def test_hashes_are_remembered_until_what_they_depend_on_changes(coco, make_config, pictures, tmp_path):
-    files = {f"{i}.jpg": pictures.encode(scene(pictures, i)) for i in range(8)}
-    files["like.jpg"] = pictures.encode(scene(pictures, 1).resize((160, 120)))
+    files = {f"{i}.jpg": pictures.encode(pictures.scene(i)) for i in range(8)}
+    files["like.jpg"] = pictures.encode(pictures.scene(1).resize((160, 120)))
     source, out = coco(tmp_path / "source", files), tmp_path / "out"
     again = {"overwrite": True}
     assert run_plain(make_config(source, out)).splits == {"train": 9}
@@ -124,8 +117,8 @@ def test_hashes_are_remembered_until_what_they_depend_on_changes(coco, make_conf
 
 
 def test_without_the_filter_nothing_of_it_stands_in_the_manifest(coco, make_config, pictures, tmp_path):
-    data = pictures.encode(scene(pictures, 1))
-    source = coco(tmp_path / "source", {"a.jpg": data, "b.png": pictures.encode(scene(pictures, 1), "PNG")})
+    data = pictures.encode(pictures.scene(1))
+    source = coco(tmp_path / "source", {"a.jpg": data, "b.png": pictures.encode(pictures.scene(1), "PNG")})
     run_plain(make_config(source, tmp_path / "out"))
     manifest = Manifest.load(tmp_path / "out")
     assert manifest.splits == {"train": 2}

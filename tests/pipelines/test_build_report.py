@@ -1,7 +1,7 @@
 import json
 import re
 
-from pipelines.report import histogram
+from pipelines.report_page import _columns, histogram
 from pipelines.run import run_plain
 
 
@@ -44,3 +44,50 @@ def test_a_histogram_has_a_bar_for_every_number_or_a_round_step():
     many = histogram(dict.fromkeys(range(200, 641), 2))
     assert "<title>200 to 219: 40</title>" in many
     assert histogram({}) == '<p class="sub">None.</p>'
+
+
+def full_report(coco, make_config, pictures, tmp_path):
+    """Facts and page of a build in which each new part of the report has something to say."""
+    files = {f"{i}.jpg": pictures.encode(pictures.scene(i)) for i in range(20)}
+    files |= {f"like{i}.jpg": pictures.encode(pictures.scene(0), quality=50 + i) for i in range(8)}
+    files["flat.png"] = pictures.encode(pictures.photo(3).point(lambda v: 7), "PNG")
+    captions = {name: ["a dog runs", "the dog number nine"] for name in files} | {"0.jpg": ["a dog", "dog"]}
+    source = coco(tmp_path / "source", files, captions)
+    filters = {"near_duplicate_bits": 4, "min_caption_words": 2, "max_caption_words": 3}
+    run_plain(make_config(source, tmp_path / "out", filters=filters, build={"max_reject_share": 1}))
+    return json.loads((tmp_path / "out" / "report.json").read_text()), (tmp_path / "out" / "report.html").read_text()
+
+
+def test_each_filter_is_listed_with_its_setting_and_what_it_took(coco, make_config, pictures, tmp_path):
+    facts, page = full_report(coco, make_config, pictures, tmp_path)
+    rows = {row["filter"]: (row["setting"], row["count"]) for row in facts["filters"]}
+    assert rows["near_duplicate_bits"] == ("4", 8)
+    assert rows["constant_levels"] == ("2", 1)
+    assert rows["color_modes"] == ("off", 0)
+    assert rows["whole pictures"] == (None, 0)
+    assert rows["captions: too short"] == ("min_caption_words 2", 1)
+    assert rows["captions: too long"] == ("max_caption_words 3", 28)  # those of rejected pictures too
+    assert (
+        sum(row["count"] for row in facts["filters"] if not row["filter"].startswith("captions")) == facts["rejected"]
+    )
+    assert "<td>near_duplicate_bits</td><td>4</td><td>8</td>" in page
+
+
+def test_vocabulary_balance_and_groups_are_shown(coco, make_config, pictures, tmp_path):
+    facts, page = full_report(coco, make_config, pictures, tmp_path)
+    assert facts["vocabulary"] == {"num_words": 3, "top": {"a": 20, "dog": 20, "runs": 19}}
+    assert [shard["samples"] + shard["rejected"] for shard in facts["shards"]] == [8, 8, 8, 5]
+    assert all(2 <= shard["words_per_caption"] <= 3 for shard in facts["shards"])
+    assert facts["near_duplicate_groups"] == 1
+    assert "3 different words in 20 captions" in page
+    assert page.count("<title>train-000003.tar: ") == 4
+    assert page.count("stays for 8") == 1
+    assert page.count("gave way") == 5  # one row of pictures
+
+
+def test_many_shards_are_drawn_as_means_of_neighbours():
+    shards = [{"name": f"train-{i:06d}.tar", "samples": i} for i in range(1000)]
+    chart = _columns("Samples", shards, "samples", "{:.1f}", 1)
+    assert chart.count("<rect") == 120
+    assert "<title>train-000000.tar to train-000008.tar: 4.0</title>" in chart
+    assert "0.0 to 999.0, median 499.5" in chart
