@@ -92,6 +92,12 @@ class TinyFamily:
     def row_lengths(self) -> RowLengths:
         return RowLengths(prompt=lambda _width, _height: 1, answer=lambda text: len(text.encode()) + 1, added=1)
 
+    def tokens(self, batch: Batch) -> list[list[str]]:
+        return [[chr(b) if b < END else "<end>" for b in ids] for ids in batch.inputs["input_ids"].tolist()]
+
+    def pictures(self, batch: Batch) -> list:
+        return []
+
     def save_pretrained(self, folder: Path) -> None:
         pass
 

@@ -150,6 +150,14 @@ class Loader:
             **workers,
         )
 
+    def first_batch(self, start: int) -> Batch | None:
+        """The first micro-batch from position ``start`` on; None if there is none or it cannot be made."""
+        if self.stream.end is not None and start >= self.stream.end:
+            return None
+        slots = self.stream.micro_batches(start, self.rank, self.world_size, self.micro_batch)[0]
+        batch = _MicroBatches(self.rows, self.collator)[slots]
+        return batch if isinstance(batch, Batch) else None
+
     def global_batches(self, start: int) -> Iterator[tuple[list[Batch], float]]:
         """This rank's micro-batches of each step from ``start`` on, and the seconds that were spent waiting for them.
 

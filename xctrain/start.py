@@ -197,6 +197,7 @@ def start(
     import torch
 
     from xctrain import checkpoint, tensors
+    from xctrain.firstbatch import write_first_batch
     from xctrain.memory import is_out_of_memory
     from xctrain.models.parameters import parameter_table
     from xctrain.optim import make_optimizer
@@ -209,6 +210,8 @@ def start(
     loader = make_loader(config, ranks, plan, family)
     module = family.module.to(ranks.accelerator.device)
     module.train()
+    if ranks.is_main and (first := loader.first_batch(plan.state.samples_consumed)):
+        write_first_batch(config.run.dir, family, first)
     batch = family.collator(rows_of(largest, plan.reader, config)).to(ranks.accelerator.device)
     try:
         model, optimizer = settle(ranks, module, batch, lambda: make_optimizer(module.parameters(), config.optim))

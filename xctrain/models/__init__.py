@@ -43,6 +43,12 @@ class Family(Protocol):
     def row_lengths(self) -> "RowLengths":
         """Counts the tokens of a sample."""
 
+    def tokens(self, batch: "Batch") -> list[list[str]]:
+        """Text of each token of each row, without padding; a position that a picture takes is called image."""
+
+    def pictures(self, batch: "Batch") -> "list[list[Image]]":
+        """The pictures of each row as the model sees them; none at all where its inputs cannot be drawn."""
+
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder like the one the model came from, which loads without a network."""
 

@@ -231,6 +231,23 @@ class HfFamily:
         # Cut at the end by position first: an end token that is not marked special would stay in the text.
         return [self._text(takewhile(lambda token: token not in end_ids, answer)) for answer in answers]
 
+    def tokens(self, batch: Batch) -> list[list[str]]:
+        """Text of each token of each row, without padding; picture positions by the name of the model's token."""
+        decode = self.collator.processor.tokenizer.decode
+        rows = zip(batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), strict=True)
+        return [[decode([token]) for token in ids[real].tolist()] for ids, real in rows]
+
+    def pictures(self, batch: Batch) -> list[list[Image.Image]]:
+        """The pictures of each row as the model sees them; none at all where it takes patches rather than pictures."""
+        pixels, num_rows = batch.inputs.get("pixel_values"), len(batch.labels)
+        if pixels is None or pixels.ndim not in (4, 5) or len(pixels) != num_rows or pixels.shape[-3] != 3:
+            return []
+        settings = self.collator.processor.image_processor
+        mean, std = (torch.tensor(getattr(settings, name))[:, None, None] for name in ("image_mean", "image_std"))
+        levels = ((pixels.float() * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
+        grouped = levels if levels.ndim == 5 else levels[:, None]
+        return [[Image.fromarray(view.permute(1, 2, 0).numpy()) for view in row] for row in grouped]
+
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder that the Auto classes load without a network."""
         self.module.model.save_pretrained(folder)

@@ -19,6 +19,7 @@ from xctrain.models.lengths import RowLengths, require_all_fit, require_fit
 from xctrain.models.parameters import freeze
 from xctrain.models.xcomposer_config import read_config
 from xctrain.models.xcomposer_generate import write_greedily
+from xctrain.models.xcomposer_images import join_tiles
 from xctrain.models.xcomposer_model import XComposer
 from xctrain.models.xcomposer_prompt import LAYOUTS, Encoder, TokenRow, chat_text, pad_rows
 from xctrain.models.xcomposer_tokenizer import Tokenizer
@@ -197,6 +198,26 @@ class XComposerFamily:
         with evaluating(model):
             answers = write_greedily(model, inputs, max_new_tokens=max_new_tokens, end_ids=encoder.tokenizer.end_ids)
         return [" ".join(encoder.tokenizer.answer(ids).split()) for ids in answers]
+
+    def tokens(self, batch: Batch) -> list[list[str]]:
+        """Text of each token of each row, without padding; a position that a picture takes is called image."""
+        inputs, tokenizer = batch.inputs, self.collator.encoder.tokenizer
+        rows = zip(inputs["input_ids"], inputs["image_mask"], inputs["attention_mask"].bool(), strict=True)
+        return [
+            [
+                "image" if is_image else tokenizer.piece(int(token))
+                for token, is_image in zip(ids[real], at[real], strict=True)
+            ]
+            for ids, at, real in rows
+        ]
+
+    def pictures(self, batch: Batch) -> list[list[Image.Image]]:
+        """The picture of each row, resized and padded to whole tiles. The view of the whole that goes with it is its copy."""
+        tiles = iter(batch.inputs["tiles"])
+        return [
+            [join_tiles([next(tiles) for _ in range(down * across)], across)]
+            for down, across in batch.inputs["grids"].tolist()
+        ]
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder in the layout of the published checkpoint, under its names; it opens without a network."""

@@ -86,3 +86,9 @@ def cut_tiles(pictures: Sequence[Image.Image], side: int) -> tuple[Tensor, Tenso
         pixels = torch.from_numpy(np.array(picture))
         tiles.append(pixels.reshape(h, side, w, side, 3).permute(0, 2, 4, 1, 3).reshape(h * w, 3, side, side))
     return torch.cat(tiles), grids
+
+
+def join_tiles(tiles: Sequence[Tensor], across: int) -> Image.Image:
+    """The picture that was cut into these tiles, ``across`` of them in a row."""
+    rows = [torch.cat(list(tiles[i : i + across]), dim=2) for i in range(0, len(tiles), across)]
+    return Image.fromarray(torch.cat(rows, dim=1).permute(1, 2, 0).contiguous().numpy())

@@ -56,6 +56,11 @@ class Tokenizer:
         """Ids of a text from the data: what looks like a special token in it is only text."""
         return [token for part in _USER_DEFINED.split(text) for token in self.model.encode(part)]
 
+    def piece(self, token: int) -> str:
+        """Text of one token, special ones by their names."""
+        text: str = self.model.id_to_piece(token).replace("▁", " ")
+        return text
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, without unknown, begin and end tokens."""
         special = (self.model.unk_id(), self.bos_id, self.eos_id)
