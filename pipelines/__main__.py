@@ -1,4 +1,4 @@
-"""Command line of the build: ``build``, ``add``, ``download``, ``sample`` and ``serve``."""
+"""Command line of the build: ``build``, ``preview``, ``add``, ``download``, ``sample`` and ``serve``."""
 
 import argparse
 import json
@@ -23,6 +23,14 @@ def main(argv: Sequence[str]) -> int:
     build.add_argument("--plain", action="store_true", help="run without any Prefect API")
     build.add_argument("--json", action="store_true", help="print the result as JSON")
     build.set_defaults(run=_build)
+
+    preview = commands.add_parser("preview", help="what the filters do to some records; writes nothing", epilog=EPILOG)
+    preview.add_argument("config", type=Path, metavar="CONFIG.yaml", help="of a build; its out is not touched")
+    preview.add_argument("overrides", nargs="*", metavar="section.field=value", help="on top of the file")
+    preview.add_argument("--records", type=int, default=200, metavar="N", help="records to try (default %(default)s)")
+    preview.add_argument("--page", type=Path, metavar="FILE", help="write the HTML report of these records there")
+    preview.add_argument("--json", action="store_true", help="print the result as JSON")
+    preview.set_defaults(run=_preview)
 
     add = commands.add_parser("add", help="new records to a shard folder, as new shards", epilog=EPILOG)
     add.add_argument("folder", metavar="DIR", help="shard folder or address; its shards stay as they are")
@@ -53,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     serve.add_argument("--port", type=int, default=4200, help="port of the server (default %(default)s)")
     serve.set_defaults(run=_serve)
 
-    for command in (parser, build, add, download, sample, serve):
+    for command in (parser, build, preview, add, download, sample, serve):
         command.add_argument("--debug", action="store_true", help="show tracebacks")  # shards.cli.run takes it
     arguments = cli.parse_with_settings(parser, argv)
     return int(arguments.run(arguments))
@@ -83,6 +91,30 @@ def _build(arguments: argparse.Namespace) -> int:
         print(json.dumps(summary.to_json()))
     else:
         print(summary)
+    return 0
+
+
+def _preview(arguments: argparse.Namespace) -> int:
+    from pipelines.config import BuildConfig
+    from pipelines.errors import InterruptedBuildError
+    from pipelines.preview import preview
+    from shards.atomic import write_file
+    from shards.errors import ConfigError
+    from shards.settings import load_settings
+
+    if arguments.records < 1:
+        raise ConfigError(f"--records is {arguments.records}, expected 1 or more")
+    page: Path | None = arguments.page
+    if page and (page.is_dir() or not page.absolute().parent.is_dir()):
+        raise ConfigError(f"{page}: is a folder, or its folder does not exist; give a file to write with --page")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        found = preview(load_settings(BuildConfig, arguments.config, arguments.overrides), arguments.records)
+    except KeyboardInterrupt:
+        raise InterruptedBuildError("the preview was stopped; nothing was written") from None
+    if page:
+        write_file(page, found.page.encode("utf-8", "surrogateescape"))
+    print(json.dumps(found.to_json()) if arguments.json else found)
     return 0
 
 

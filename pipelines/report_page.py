@@ -172,6 +172,8 @@ def _balance(shards: Sequence[Mapping[str, Any]]) -> str:
 
 def _columns(title: str, shards: Sequence[Mapping[str, Any]], name: str, form: str, unit: float) -> str:
     """A column a shard, in order, from zero; neighbours are drawn as their mean where there are too many."""
+    if not shards:
+        return f'<div class="card"><h3>{title}</h3><p class="sub">None.</p></div>'
     values = [shard[name] / unit for shard in shards]
     least, middle, most = (form.format(v) for v in (min(values), float(np.median(values)), max(values)))
     groups = np.array_split(np.arange(len(values)), min(len(values), MOST_COLUMNS))
