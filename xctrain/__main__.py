@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--step", type=int, help="step, counted from 1")
     which.add_argument("--position", type=int, metavar="N", help="a position of the batch, which may have been skipped")
     batch.add_argument("--json", action="store_true", help="print the samples as JSON")
+    batch.add_argument("--out", type=Path, metavar="FILE.html", help="draw the samples with their captions on one page")
     caption = add_run("caption", _caption, "caption your own pictures")
     caption.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="picture files or folders of them")
     caption.add_argument("--json", action="store_true", help="one JSON line a picture")
@@ -184,13 +185,22 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _batch(arguments: argparse.Namespace) -> int:
     from xctrain import audit
+    from xctrain.errors import ConfigError
 
     run = audit.open_run(arguments.run, arguments.shards, begun=True)
     if arguments.position is None:
         rows = audit.batch_of_step(run, arguments.step)
     else:
         rows = audit.batch_at(run, arguments.position, f"position {arguments.position}")
-    if arguments.json:
+    if arguments.out:
+        from xctrain.sheet import write_sheet
+
+        if arguments.out.is_dir() or not arguments.out.absolute().parent.is_dir():
+            raise ConfigError(f"--out is {arguments.out}, expected a file in a folder that is there")
+        title = f"position {arguments.position}" if arguments.step is None else f"step {arguments.step}"
+        write_sheet(run, rows, title, arguments.out)
+        print(arguments.out)
+    elif arguments.json:
         print(json.dumps({"step": arguments.step, "samples": rows}, indent=1, ensure_ascii=False))
     else:
         for row in rows:

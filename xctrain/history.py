@@ -17,7 +17,8 @@ class History:
 
     name: str
     steps: list[Event]
-    evals: list[Event]
+    evals: list[Event]  # of the only dataset, or the first one of a mix
+    others: list[Event]  # of the other datasets of a mix
     blind: list[Event]  # evaluations on blank pictures: what the scores are worth without looking
     starts: list[Event]
     stops: list[Event]
@@ -37,10 +38,13 @@ class History:
             kinds.setdefault(str(event.get("event")), []).append(event)
         captions = sorted((run_dir / "captions").glob("step-*.jsonl"))
         first, last = (captions[0], captions[-1]) if captions else (None, None)
+        seeing = [event for event in kinds["eval"] if not event.get("blank")]
+        first_source = seeing[0].get("source") if seeing else None
         return cls(
             name=run_dir.resolve().name,
             steps=kinds["step"],
-            evals=[event for event in kinds["eval"] if not event.get("blank")],
+            evals=[event for event in seeing if event.get("source") == first_source],
+            others=[event for event in seeing if event.get("source") != first_source],
             blind=[event for event in kinds["eval"] if event.get("blank")],
             starts=kinds["start"],
             stops=kinds["stop"],

@@ -56,6 +56,7 @@ def render(history: History, audit: Mapping[str, Any] | None, images: Mapping[st
     """The page. Everything that came from files is escaped."""
     template = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     return template.substitute(
+        style=style(),
         name=escape(history.name),
         subtitle=_subtitle(history),
         tiles="".join(
@@ -73,6 +74,11 @@ def render(history: History, audit: Mapping[str, Any] | None, images: Mapping[st
         audit=_audit_table(audit),
         settings=_settings(history),
     )
+
+
+def style() -> str:
+    """The style sheet of the pages."""
+    return Path(__file__).with_name("style.html").read_text(encoding="utf-8").rstrip()
 
 
 # What happened
@@ -188,7 +194,8 @@ def _scores_note(history: History) -> str:
     if not history.evals:
         return ""
     last = history.evals[-1]
-    return escape(f"{last.get('num_images', '?')} pictures of split {_split(history)}")
+    source = f" of {last['source']}" if last.get("source") else ""
+    return escape(f"{last.get('num_images', '?')} pictures of split {_split(history)}{source}")
 
 
 def _scores(history: History) -> str:
@@ -205,6 +212,11 @@ def _scores(history: History) -> str:
     if len(history.evals) > 1:
         changes = (_change(n, history.evals[0].get(n), history.evals[-1].get(n)) for n in names)
         rows.append(f'<tr class="change"><td>change</td>{"".join(changes)}</tr>')
+    for event in history.others:
+        cells = "".join(f"<td>{_figure(event.get(n))}</td>" for n in names)
+        rows.append(
+            f"<tr><td>{escape(str(event.get('source')))}, {escape(str(event.get('step', '?')))}</td>{cells}</tr>"
+        )
     if history.blind:
         cells = "".join(f"<td>{_figure(history.blind[-1].get(n))}</td>" for n in names)
         rows.append(f"<tr><td>shown blank pictures</td>{cells}</tr>")
@@ -271,7 +283,7 @@ def _text(line: Event) -> str:
     return escape(str(line.get("caption", "")).strip()) or "<i>nothing</i>"
 
 
-def thumbnail(data: bytes | None) -> str:
+def thumbnail(data: bytes | None, side_px: int = THUMBNAIL_PX) -> str:
     """A small JPEG as a data URL, empty where the bytes are no picture."""
     if not data:
         return ""
@@ -279,9 +291,9 @@ def thumbnail(data: bytes | None) -> str:
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            image.draft("RGB", (THUMBNAIL_PX, THUMBNAIL_PX))
+            image.draft("RGB", (side_px, side_px))
             small = image.convert("RGB")
-        small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+        small.thumbnail((side_px, side_px))
         file = io.BytesIO()
         small.save(file, "JPEG", quality=82, optimize=True)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
@@ -312,10 +324,35 @@ def _verdict(audit: Mapping[str, Any] | None) -> str:
 
 
 def _audit_table(audit: Mapping[str, Any] | None) -> str:
-    epochs = (audit or {}).get("epochs") or ()
-    names = ("seen", "repeated", "skipped", "masked")
-    rows = [[e.get("epoch", "?"), *(e.get(n) for n in names)] for e in epochs]
-    return _table("Audit", "samples of each epoch", ("Epoch", *(n.capitalize() for n in names)), rows)
+    """The audit's rows, by dataset of a mix and by segment where there are several; then what the segments were."""
+    epochs, segments = (audit or {}).get("epochs") or (), (audit or {}).get("segments") or ()
+    mixed, split = any(e.get("source") for e in epochs), len(segments) > 1
+    heads = [*(["Dataset"] if mixed else []), "Epoch", *(["Segment"] if split else [])]
+    rows = []
+    for e in epochs:
+        where = [*([e.get("source")] if mixed else []), e.get("epoch", "?"), *([e.get("segment")] if split else [])]
+        counts = [e.get("seen"), *(_Bad(e.get(n)) if e.get(n) else e.get(n) for n in ("repeated", "skipped", "masked"))]
+        rows.append([*where, *counts])
+    totals = [[e.get(n) for e in epochs] for n in ("seen", "repeated", "skipped", "masked")]
+    if len(rows) > 1:
+        sums = [None if None in column else sum(column) for column in totals]
+        rows.append(["all", *[""] * (len(heads) - 1), *(_Bad(n) if n and i else n for i, n in enumerate(sums))])
+    note = "samples of each epoch, compared with what manifest and order say"
+    table = _table("Audit", note, (*heads, "Seen", "Repeated", "Skipped", "Masked"), rows)
+    if not split:
+        return table
+    made_of = [
+        [i, s["first_n"], s["first_step"], s["first_epoch"], s["global_batch"], "; ".join(s["sources"])]
+        for i, s in enumerate(segments)
+    ]
+    for row, segment in zip(made_of, segments, strict=True):
+        row[-1] += "" if segment["begun"] else ", not reached yet"
+    heads = ["Segment", "From position", "Step", "Epoch", "Global batch", "Data"]
+    return table + _table("Segments", "what was changed between two starts", heads, made_of)
+
+
+class _Bad(int):
+    """A count that should be 0."""
 
 
 def _starts(history: History) -> str:
@@ -331,7 +368,7 @@ def _starts(history: History) -> str:
 
 
 def _table(title: str, note: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(c)}</td>' for c in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     if not body:
         return ""
     head = "".join(f"<th>{h}</th>" for h in heads)
@@ -340,7 +377,8 @@ def _table(title: str, note: str, heads: Sequence[str], rows: Iterable[Sequence[
 
 
 def _cell(value: Any) -> str:
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else escape(str(value))
+    text = "–" if value is None else f"{value:,}" if isinstance(value, int) else escape(str(value))
+    return f'<td class="bad">{text}</td>' if isinstance(value, _Bad) else f"<td>{text}</td>"
 
 
 def _settings(history: History) -> str:

@@ -17,7 +17,7 @@ ORDER = re.findall(
     """
     errors config state data log prompt loss ptb scores captions collate decode phase processes loader models basemodel
     optim memory rng ranks tensors checkpoint resume evaluate run badbatch firstbatch loop largest start plan audit charts
-    history report session export launch doctor demo __main__
+    history report sheet session export launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.
