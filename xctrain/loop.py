@@ -1,6 +1,7 @@
 """The training loop: one step is one global batch, one update or a stated reason and no update."""
 
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -162,6 +163,13 @@ def log_step(
             **({"sources": per_source(run, state, samples)} if len(state.segments[-1].parts) > 1 else {}),
             **({"overflows": metrics.overflows} if metrics.overflows else {}),
         )
+        if (expected := run.spikes.expected(metrics.loss)) is not None:
+            run.log.write(event="spike", step=state.step, loss=metrics.loss, expected=expected)
+            print(
+                f"step {state.step}: loss {metrics.loss:.3g}, the median of the steps before is {expected:.3g}; look at its "
+                f"samples with `python -m xctrain batch {run.config.run.dir} --step {state.step}`",
+                file=sys.stderr,
+            )
     run.show(state, metrics)
 
 

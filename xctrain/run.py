@@ -9,6 +9,7 @@ from xctrain.config import Config
 from xctrain.loader import Loader
 from xctrain.log import JsonLines
 from xctrain.ranks import Ranks
+from xctrain.spikes import SpikeWatch
 from xctrain.state import Masked, TrainState
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Run:
     checkpoints: Checkpoints
     log: JsonLines | None  # on rank 0
     keys: JsonLines | None  # on every rank, with train.log_keys
+    spikes: SpikeWatch
     world: dict[str, Any]
     model_id: str
     stop_asked: Callable[[], bool]

@@ -7,6 +7,7 @@ import platform
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.largest import Length, checked_largest, rows_of
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
 from xctrain.phase import enter
+from xctrain.spikes import WINDOW, SpikeWatch
 from xctrain.state import TrainState
 
 if TYPE_CHECKING:
@@ -247,6 +249,7 @@ def start(
         checkpoints=resume.checkpoints_of(config),
         log=log,
         keys=keys,
+        spikes=SpikeWatch(losses_before(config) if log else ()),
         world=world,
         model_id=model_id,
         stop_asked=stop_asked,
@@ -321,6 +324,12 @@ def out_of_memory(config: Config, largest: Length) -> TrainError:
         "them must leave out; `python -m xctrain plan` says what takes how much",
         key=largest.key,
     )
+
+
+def losses_before(config: Config) -> list[float]:
+    """Losses of the last steps in the log."""
+    events = deque((e for e in read_lines(config.run.dir / METRICS) if e["event"] == "step"), maxlen=WINDOW)
+    return [event["loss"] for event in events]
 
 
 def restore_generators(config: Config, ranks: "Ranks", plan: Plan) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = re.findall(
     r"\w+",
     """
-    errors config state data log prompt loss ptb scores captions collate decode phase processes loader models basemodel
+    errors config state data spikes log prompt loss ptb scores captions collate decode phase processes loader models basemodel
     optim memory rng ranks tensors checkpoint resume evaluate run badbatch firstbatch loop largest start plan audit charts
     history report sheet session export launch doctor demo __main__
     """,
