@@ -21,7 +21,8 @@ class Splits:
     """Names of the splits by number; what the data say is collected while they are read."""
 
     def __init__(self, config: BuildConfig, origins: Sequence[Origin]) -> None:
-        self._by = config.split_by
+        self._by, self._auto = config.split_by, config.split.by == "auto"
+        self._said: dict[int, object] = {}  # split that the first record of a source says, by the source's identity
         self._fractions, self._seed = config.split.fractions, config.split.seed
         self._numbers: dict[str, int] = {}
         if self._by == "source":
@@ -33,6 +34,11 @@ class Splits:
         if self._by == "hash":
             return 0
         if self._by == "source":
+            if self._auto and self._said.setdefault(id(origin), record.split) != record.split:
+                raise ConfigError(
+                    f"{origin.source.location}: holds several splits, such as {self._said[id(origin)]} and {record.split}; keep "
+                    f"them apart with split.by=official, or take all of it as {origin.split} with split.by=source"
+                )
             return self._numbers[str(origin.split)]
         if record.split is None or record.split == "":
             return None

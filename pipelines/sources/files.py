@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, TextIO
 
 from pipelines.config import HeldOutConfig, SourceConfig
 from pipelines.records import ImageId, Record, as_id
+from pipelines.sources import hub
 from shards.errors import ConfigError, counted, describe
 
 # Names of splits that mean the same; restval is the part of COCO's val that Karpathy's split trains on.
@@ -49,7 +50,9 @@ def find_files(config: SourceConfig, suffixes: Sequence[str]) -> list[str]:
     found: list[str] = []
     for location in listed(config.path):
         path = Path(location)
-        if "://" in location or path.is_file():
+        if location.startswith(hub.PREFIX):
+            found += hub.fetch(location, f"{section(config)}.path")
+        elif "://" in location or path.is_file():
             found.append(location)
         elif path.is_dir():
             inside = sorted(str(p) for p in path.rglob("*") if p.name.endswith(tuple(suffixes)) and p.is_file())
@@ -60,6 +63,8 @@ def find_files(config: SourceConfig, suffixes: Sequence[str]) -> list[str]:
         else:
             near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+            if not near and config.kind == "parquet" and re.fullmatch(r"[\w.-]+/[\w.-]+", location):
+                hint = f"; for a dataset of the Hugging Face hub give {hub.PREFIX}{location}"
             _nothing(config, location, f"there is no such file or folder{hint}")
     if len(set(found)) != len(found):
         twice = next(name for name in found if found.count(name) > 1)
@@ -68,7 +73,8 @@ def find_files(config: SourceConfig, suffixes: Sequence[str]) -> list[str]:
 
 
 def _nothing(config: SourceConfig, location: str, what: str) -> list[str]:
-    raise ConfigError(f"{location}: {what}; check {section(config)}.path", path=location)
+    end = " " if what.endswith("?") else "; "
+    raise ConfigError(f"{location}: {what}{end}check {section(config)}.path", path=location)
 
 
 def require_column(where: str, names: Iterable[str], wanted: str | None, usual: Sequence[str], field: str) -> str:

@@ -109,7 +109,7 @@ def test_what_is_no_such_file_is_refused_in_one_paragraph(tmp_path, name, conten
 def test_paths_that_lead_nowhere_are_named(tmp_path):
     (tmp_path / "pairs.jsonl").write_text('{"image": "a.jpg", "caption": "x"}')
     for path, message in (
-        (tmp_path / "pair.jsonl", r"there is no such file or folder; did you mean .*pairs.jsonl\?; check source.path"),
+        (tmp_path / "pair.jsonl", r"there is no such file or folder; did you mean .*pairs.jsonl\? check source.path"),
         (tmp_path / "*.csv", r"no file has a name like this"),
         (tmp_path, r"holds no file that ends in .csv or .tsv"),
     ):

@@ -117,6 +117,10 @@ def test_shards_of_ours_are_those_of_the_manifest_with_their_splits(photos, make
     assert len(records) == 29
     source = {"kind": "webdataset", "path": first}
     run_plain(make_config(source, tmp_path / "again", split={"by": "official"}))
+    with pytest.raises(
+        ConfigError, match=r"holds several splits, such as train and val; keep them apart with split.by=offic"
+    ):
+        run_plain(make_config(source, tmp_path / "mixed"))
     for split in ("train", "val"):
         assert SplitReader(first, split).read(0) == SplitReader(tmp_path / "again", split).read(0)
     with (first / "train-000001.tar").open("r+b") as file:
