@@ -10,7 +10,7 @@ import numpy as np
 
 from pipelines.filters import Rejection
 from pipelines.spool import FACTS, Numbers, Spool
-from shards.atomic import write_file
+from shards.atomic import written_aside
 
 CHUNK = 256  # files in one request
 _KNOWN = np.dtype([("stamp", "S16"), ("facts", FACTS)])
@@ -40,7 +40,7 @@ def hash_all(spool: Spool, path: Path, hash_files: HashFiles, seen: int = 0) -> 
             else:
                 table["facts"][number] = np.frombuffer(reply, FACTS)[0]
                 table["hashed"][number] = True
-    _save(path, table[table["hashed"]])
+    _save(path, table)
 
 
 def _requests(spool: Spool, numbers: Numbers) -> Iterator[tuple[Numbers, int]]:
@@ -53,23 +53,29 @@ def _requests(spool: Spool, numbers: Numbers) -> Iterator[tuple[Numbers, int]]:
 
 def _load(path: Path) -> Any:
     with suppress(OSError):
-        data = path.read_bytes()
+        data = memoryview(path.read_bytes())
         if data[:32] == _checksum(data[32:]) and (len(data) - 32) % _KNOWN.itemsize == 0:
             return np.frombuffer(data, _KNOWN, offset=32)
     return np.zeros(0, _KNOWN)
 
 
 def _save(path: Path, table: Any) -> None:
-    content = np.zeros(len(table), _KNOWN)
-    content["stamp"], content["facts"] = table["stamp"], table["facts"]
-    data = np.sort(content, order="stamp").tobytes()
-    data = _checksum(data) + data
-    with suppress(OSError):
-        if path.read_bytes() == data:
+    hashed = table["hashed"]
+    content = np.zeros(int(hashed.sum()), _KNOWN)
+    content["stamp"], content["facts"] = table["stamp"][hashed], table["facts"][hashed]
+    content.sort(order="stamp")
+    checksum = _checksum(content)
+    with suppress(OSError), path.open("rb") as file:
+        whole = path.stat().st_size == len(checksum) + content.nbytes
+        if whole and file.read(len(checksum)) == checksum and np.array_equal(np.fromfile(file, _KNOWN), content):
             return
-    write_file(path, data)
+    with written_aside(path) as file:
+        file.write(checksum)
+        content.tofile(file)
 
 
-def _checksum(data: bytes) -> bytes:
+def _checksum(content: Any) -> bytes:
     """Of the content and of what its columns are."""
-    return hashlib.sha256(str(_KNOWN).encode() + data).digest()
+    digest = hashlib.sha256(str(_KNOWN).encode())
+    digest.update(content)
+    return digest.digest()

@@ -159,7 +159,9 @@ def test_what_the_build_remembers_heals_itself(photos, make_config, data_files, 
     assert run_plain(make_config(photos, out)).unchanged
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-3] + b"abc"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:-3] + b"abc", lambda data: data + b"abc"]
+)
 def test_remembered_hashes_that_are_damaged_are_found_anew(photos, make_config, data_files, built, tmp_path, damage):
     out = Path(shutil.copytree(built, tmp_path / "out"))
     path = out / ".build" / "files.bin"
