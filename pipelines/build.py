@@ -19,11 +19,12 @@ import numpy as np
 from pipelines import report
 from pipelines.config import BuildConfig, FilterConfig
 from pipelines.errors import BuildError, RejectShareError, system_error
+from pipelines.fetched import with_local_files
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import fingerprint, seen
 from pipelines.held import NOTHING_HELD, Held
 from pipelines.hold import Hold
-from pipelines.images import Images, open_images
+from pipelines.images import Images, open_images, read_all
 from pipelines.measure import Picture, measure
 from pipelines.plan import Plan, make_plan, require_images
 from pipelines.progress import Progress, map_bounded, progress_bar
@@ -120,7 +121,7 @@ class Build:
     def _read_input(self) -> None:
         config = self.config
         self._upload: Upload | None = None
-        self.origins = open_sources(config)
+        self.origins = open_sources(with_local_files(config))
         for origin in self.origins:
             require_images(origin.source)
         if isinstance(config.out, str):
@@ -355,8 +356,7 @@ def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
     """Facts about each file (bytes of dtype FACTS in hex), or reason and detail where it cannot be read."""
     images, limits = open_images(arguments["images"]), FilterConfig.model_validate(arguments["limits"])
     replies: list[Any] = []
-    for name in arguments["names"]:
-        data = images.read(name)
+    for data in read_all(images, arguments["names"]):
         replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data, limits).hex())
     progress(len(replies))
     return replies
@@ -394,9 +394,9 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
     with ExitStack() as stack:
         writer: ShardWriter | None = None
         while chunk := list(islice(records, PROGRESS_EVERY)):
-            for record in chunk:
+            for record, data in _read_chunk(chunk, images):
                 report.count_captions(stats, record)
-                judged = _judge(record, images[record.get("source", 0)], limits)
+                judged = _judge(record, data, limits)
                 if isinstance(judged, Rejection):
                     rejects.append(_reject(order["split"], record, judged))
                     continue
@@ -421,10 +421,30 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
     return {"kept": entry["num_samples"] if entry else 0, "rejected": len(rejects)}
 
 
-def _judge(record: Mapping[str, Any], images: Images, limits: FilterConfig) -> Picture | Rejection:
+def _read_chunk(
+    chunk: Sequence[Mapping[str, Any]], images: Sequence[Images]
+) -> Iterator[tuple[Mapping[str, Any], bytes | Rejection]]:
+    """Each record with its file, or with the rejection that planning gave it."""
+    readers = [
+        read_all(each, [_place(r) for r in chunk if r.get("source", 0) == number and not r["verdict"]])
+        for number, each in enumerate(images)
+    ]
+    for record in chunk:
+        verdict = record["verdict"]
+        if verdict:
+            yield record, Rejection(Reason(verdict["reason"]), verdict["detail"])
+        else:
+            yield record, next(readers[record.get("source", 0)])
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    return str(record.get("place", record["file_name"]))
+
+
+def _judge(record: Mapping[str, Any], data: bytes | Rejection, limits: FilterConfig) -> Picture | Rejection:
     if record["verdict"]:
-        return Rejection(Reason(record["verdict"]["reason"]), record["verdict"]["detail"])
-    data = images.read(record.get("place", record["file_name"]))
+        assert isinstance(data, Rejection)
+        return data
     if isinstance(data, Rejection) or hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise BuildError(
             f"{record['file_name']}: the file changed after the build had begun; run the build again once it is settled"

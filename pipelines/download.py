@@ -194,9 +194,11 @@ class Download:
             unpack(self.config.out / name, CAPTIONS, self.config.out)
         there = [name for name in self._wanted if name not in self._todo]
         total = sum((self.config.out / name).stat().st_size for name in self._wanted)
-        step = ""
-        if self.config.dataset != "none" and {"train", "annotations"} <= set(self.config.parts):
-            step = f"make shards SOURCE={self.config.out} OUT=data/shards"
+        step, parts = "", set(self.config.parts)
+        if self.config.dataset != "none" and "annotations" in parts and parts & {"train", "val"}:
+            step = f"python -m pipelines build configs/build.yaml source.root={self.config.out} out=data/shards"
+            step += "" if "train" in parts else " source.split=val"
+            step += "" if len(parts) == 3 else " held_out=none"
         return Downloaded(self.config.out, self._todo, there, total, step)
 
 

@@ -6,14 +6,18 @@ import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from pipelines.filters import Reason, Rejection
+from pipelines.progress import map_bounded
 from shards.errors import ConfigError
+from shards.remote import is_remote
 
+AT_ONCE = 8  # requests to a store or server, from one process
 Stamp = tuple[int, ...]  # changes whenever the file does, so that unchanged files need not be hashed again
 
 
@@ -29,6 +33,29 @@ class Images(Protocol):
     def read(self, file_name: str) -> bytes | Rejection: ...
 
 
+def read_all(images: Images, names: Sequence[str]) -> Iterator[bytes | Rejection]:
+    """What ``read`` gives for each name, in order; of far away images several are asked for at once."""
+    if not _are_far(images, names):
+        yield from map(images.read, names)
+        return
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        yield from map_bounded(threads, images.read, names, AT_ONCE)
+
+
+def _are_far(images: Images, names: Sequence[str]) -> bool:
+    are_far = getattr(images, "are_far", None)
+    return are_far is not None and are_far(names)
+
+
+def where(spec: ImagesSpec) -> str:
+    """The place for people."""
+    if isinstance(spec, str):
+        return spec
+    if "others" in spec:
+        return where(spec["others"])
+    return ", ".join(map(where, spec["places"])) if "places" in spec else str(spec["folder"])
+
+
 def open_images(spec: ImagesSpec | Path) -> Images:
     """The images of a source; opened once per process, and again when a zip has changed.
 
@@ -36,7 +63,7 @@ def open_images(spec: ImagesSpec | Path) -> Images:
         ConfigError: there is no such path, it holds no files, or it is no zip.
     """
     changed_ns = 0
-    if isinstance(spec, str | Path) and Path(spec).is_file():
+    if isinstance(spec, str | Path) and not is_remote(spec) and Path(spec).is_file():
         changed_ns = Path(spec).stat().st_mtime_ns
     return _open(json.dumps(spec, sort_keys=True, default=str), changed_ns)
 
@@ -44,8 +71,16 @@ def open_images(spec: ImagesSpec | Path) -> Images:
 @lru_cache(maxsize=16)
 def _open(text: str, _changed_ns: int) -> Images:
     spec = json.loads(text)
+    if isinstance(spec, str) and is_remote(spec):
+        from pipelines.remote_images import RemoteImages
+
+        return RemoteImages(spec)
     if isinstance(spec, str):
         return _open_path(Path(spec))
+    if spec["kind"] == "urls":
+        from pipelines.remote_images import UrlImages
+
+        return UrlImages(open_images(spec["others"]))
     if spec["kind"] == "tars":
         return TarImages(Path(spec["folder"]))
     if spec["kind"] == "parquet":
@@ -93,7 +128,8 @@ class FolderImages:
         if verdict := unsafe(file_name):
             return verdict
         try:
-            status = os.stat(f"{self._folder}/{file_name}")  # noqa: PTH116 - pathlib takes as long as the system
+            # pathlib takes as long as the system; like it, a slash at the end counts for nothing
+            status = os.stat(f"{self._folder}/{file_name.rstrip('/')}")  # noqa: PTH116
         except OSError as error:
             return _rejected(error)
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device would wait for ever
@@ -149,6 +185,9 @@ class SeveralImages:
 
     def __init__(self, places: Sequence[Images]) -> None:
         self._places = places
+
+    def are_far(self, names: Sequence[str]) -> bool:
+        return any(_are_far(images, names) for images in self._places)
 
     def stamp(self, file_name: str) -> Stamp | Rejection:
         found = self._find(file_name)

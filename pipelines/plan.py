@@ -18,7 +18,7 @@ from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import seen
 from pipelines.hashes import HashFiles, hash_all
 from pipelines.held import NOTHING_HELD, Held
-from pipelines.images import Images, Stamp, open_images
+from pipelines.images import Images, Stamp, open_images, where
 from pipelines.near_duplicates import BITS, settle
 from pipelines.progress import Progress
 from pipelines.records import Record
@@ -151,12 +151,12 @@ def require_images(source: Source) -> None:
     assert first is not None
     if reasons == {Reason.UNREADABLE_FILE}:
         raise ConfigError(
-            f"{source.images}: not one image of {source.location} ({count}) can be read, for example "
+            f"{where(source.images)}: not one image of {source.location} ({count}) can be read, for example "
             f"{first.file_name!a}; give this user the right to read them",
             path=source.location,
         )
     raise ConfigError(
-        f"{source.images}: not one image of {source.location} ({count}) is in it, for example "
+        f"{where(source.images)}: not one image of {source.location} ({count}) is in it, for example "
         f"{first.file_name!a}; give the folder or zip that holds them",
         path=source.location,
     )

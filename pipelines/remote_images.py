@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -22,12 +22,13 @@ _RUN = time.time_ns()  # stands for a version where none is known: another run r
 class RemoteImages:
     """The files below an address. A store lists them once; of a web server each is asked for."""
 
-    slow = True
-
     def __init__(self, location: str) -> None:
         """Raises ConfigError: the package for such addresses is missing."""
         self._remote = Remote(location)
         self._has_list = not location.startswith("http")
+
+    def are_far(self, names: Sequence[str]) -> bool:
+        return True
 
     @cached_property
     def _files(self) -> dict[str, Found]:
@@ -52,12 +53,13 @@ class RemoteImages:
 class UrlImages:
     """Images whose name is an address are fetched from there, others are those of ``local``."""
 
-    slow = True
-
     def __init__(self, local: Images) -> None:
         self._local = local
         self._answered: set[str] = set()
         self._silent: dict[str, int] = {}  # hosts that never answered, and how often
+
+    def are_far(self, names: Sequence[str]) -> bool:
+        return any(map(is_remote, names))
 
     def stamp(self, file_name: str) -> Stamp | Rejection:
         return (1, _RUN) if is_remote(file_name) else self._local.stamp(file_name)

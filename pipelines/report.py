@@ -12,6 +12,7 @@ from typing import Any
 from pipelines import gallery, report_page, vocabulary
 from pipelines.config import BuildConfig, FilterConfig
 from pipelines.filters import Reason
+from pipelines.images import where
 from pipelines.measure import Picture
 from pipelines.plan import Plan, PlannedSplit
 from shards.manifest import Manifest
@@ -110,7 +111,7 @@ def summarise(
                 "rejected": sum(r["split"] == split.name for r in rejects),
                 "left_aside": dict(split.counts),
                 "annotations": ", ".join(source.location for source in split.sources),
-                "images": ", ".join(str(source.images) for source in split.sources),
+                "images": ", ".join(where(source.images) for source in split.sources),
             }
             for split in planned.splits
         },

@@ -13,6 +13,7 @@ from pipelines.images import ImagesSpec
 from pipelines.records import Record
 from pipelines.sources import files
 from shards.errors import ConfigError
+from shards.remote import is_remote
 
 _SHAPE = (
     'expected a COCO caption file: {"images": [{"id", "file_name"}...], "annotations": [{"image_id", "caption"}...]}'
@@ -47,16 +48,19 @@ def open_all(config: SourceConfig, official: bool) -> list[CocoSource]:
     annotations = given or (_all_below(config) if official else [_find_annotations(config)])
     places = files.listed(config.images)
     if len(places) == len(annotations) > 1:  # one each
-        images = [_place(config, Path(place)) for place in places]
+        images = [_place(config, place) for place in places]
     elif places:
-        several = {"kind": "several", "places": [_place(config, Path(place)) for place in places]}
-        images = [_place(config, Path(places[0])) if len(places) == 1 else several] * len(annotations)
+        several = {"kind": "several", "places": [_place(config, place) for place in places]}
+        images = [_place(config, places[0]) if len(places) == 1 else several] * len(annotations)
     else:
-        images = [_place(config, _find_images(config, path)) for path in annotations]
+        images = [_place(config, str(_find_images(config, path))) for path in annotations]
     return [CocoSource(config, *pair) for pair in zip(annotations, images, strict=True)]
 
 
-def _place(config: SourceConfig, images: Path) -> ImagesSpec:
+def _place(config: SourceConfig, place: str) -> ImagesSpec:
+    if is_remote(place):
+        return place
+    images = Path(place)
     if not images.exists():
         name = files.section(config)
         raise ConfigError(

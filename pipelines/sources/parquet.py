@@ -61,7 +61,8 @@ class ParquetSource:
             )
         stored = {"kind": "parquet", "folder": self._folder, "column": self._image, "cache": str(cache.absolute())}
         self._uncached = ParquetImages(Path(self._folder), self._image, None)
-        self.images: ImagesSpec = (places or self._folder) if self._as_paths else stored
+        paths = {"kind": "urls", "others": places or self._folder}  # a row may name an address
+        self.images: ImagesSpec = paths if self._as_paths else stored
 
     def _columns(self, file: str, schema: pa.Schema) -> tuple[str, str]:
         """Names of the columns of image and caption."""

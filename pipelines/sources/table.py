@@ -35,8 +35,9 @@ class TableSource:
         top = os.path.commonpath(folders)
         self._names = [os.path.relpath(os.path.abspath(f), top) for f in self._files]  # noqa: PTH100
         self._below = [os.path.relpath(f, top) if config.images is None and f != top else "" for f in folders]
-        self.images: ImagesSpec = images_of(config) or top
-        self._top = f"{self.images}/" if isinstance(self.images, str) else "/"
+        others: ImagesSpec = images_of(config) or top
+        self.images: ImagesSpec = {"kind": "urls", "others": others}  # a row may name an address
+        self._top = f"{others}/" if isinstance(others, str) else "/"
         for file in self._files:
             self._columns(file, next(self._rows(file), None))
 

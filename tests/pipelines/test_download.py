@@ -355,7 +355,7 @@ def test_downloaded_coco_is_built_from_its_zips(coco_mirror, photos, make_config
 
     out = tmp_path / "coco"
     done = run_download(DownloadConfig(out=out, mirror=coco_mirror))
-    assert done.next_step == f"make shards SOURCE={out} OUT=data/shards"
+    assert done.next_step == f"python -m pipelines build configs/build.yaml source.root={out} out=data/shards"
     assert sorted(p.name for p in (out / "annotations").iterdir()) == [
         "captions_train2017.json",
         "captions_val2017.json",
@@ -366,6 +366,16 @@ def test_downloaded_coco_is_built_from_its_zips(coco_mirror, photos, make_config
     (out / "annotations" / "captions_val2017.json").write_text("{}")
     run_download(DownloadConfig(out=out, mirror=coco_mirror))
     assert (out / "annotations" / "captions_val2017.json").stat().st_size > 2
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_one_split_alone_is_built_as_the_download_says(coco_mirror, part, tmp_path, capsys):
+    out = tmp_path / "coco"
+    assert cli.run(main, ["download", "--out", str(out), "--split", part, f"mirror={coco_mirror}"]) == 0
+    command = capsys.readouterr().out.partition("next: python -m pipelines ")[2].split()
+    settings = [text.replace("out=data/shards", f"out={tmp_path / 'shards'}") for text in command]
+    assert cli.run(main, [*settings, "build.processes=1", "--plain"]) == 0
+    assert f"({part} {24 if part == 'train' else 5})" in capsys.readouterr().out
 
 
 def test_the_command_says_what_came(web, tmp_path, capsys):
