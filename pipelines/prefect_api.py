@@ -4,6 +4,7 @@ import ctypes
 import http.client
 import logging
 import os
+import queue
 import select
 import signal
 import socket
@@ -181,22 +182,35 @@ def _send_what_waits() -> None:
 
 
 def require_answer(url: str) -> None:
-    """Check that a Prefect API answers at ``url``."""
+    """Check that a Prefect API answers at ``url``.
+
+    Raises:
+        BuildError: it does not, or not in time.
+    """
+    reply: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=lambda: reply.put(_what_is_wrong(url)), daemon=True).start()
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S) as reply:
-            kind = reply.headers.get_content_type()
-        found = None if kind == "application/json" else f"it sends {kind}, expected application/json"
-    except urllib.error.HTTPError as error:
-        # 401, 403: what a Prefect API does not allow, Prefect itself will say
-        found = None if error.code in (401, 403) else f"HTTP {error.code} {error.reason}"
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        found = str(getattr(error, "reason", error)) or type(error).__name__
+        found = reply.get(timeout=2 * ANSWER_S)  # a server may also send a byte now and then, or a resolver be slow
+    except queue.Empty:
+        found = f"no whole answer within {2 * ANSWER_S} s"
     if found:
         raise BuildError(
             f"PREFECT_API_URL is {url}, but no Prefect API answers there ({found}); start "
             "that server (`prefect server start`, or `make serve`), or do without it: unset PREFECT_API_URL, which "
             "uses an embedded API, or add --plain, which uses no Prefect at all"
         )
+
+
+def _what_is_wrong(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S) as reply:
+            kind = reply.headers.get_content_type()
+        return None if kind == "application/json" else f"it sends {kind}, expected application/json"
+    except urllib.error.HTTPError as error:
+        # 401, 403: what a Prefect API does not allow, Prefect itself will say
+        return None if error.code in (401, 403) else f"HTTP {error.code} {error.reason}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return str(getattr(error, "reason", error)) or type(error).__name__
 
 
 @contextmanager

@@ -2,7 +2,11 @@
 
 import inspect
 import json
+import os
+import re
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,92 @@ def test_a_flow_run_gives_the_bytes_of_the_plain_build(
     assert num_shards == 15
     ours = {"flow_runs": {"id": {"any_": [run["id"]]}}}
     assert ask("/task_runs/count", ours) <= num_shards + 2  # written by the server in its own time
+
+
+def test_the_runs_page_shows_what_was_kept_and_links_the_report(ask, command, config_file, tmp_path):
+    process = command("build", config_file)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    question = {"artifacts": {"flow_run_id": {"any_": [last_run(ask)["id"]]}}}
+    (artifact,) = [a for a in ask("/artifacts/filter", question) if a["key"] == "build-report"]
+    assert "| kept, train | 24 |" in artifact["data"]
+    assert "| kept, val | 5 |" in artifact["data"]
+    assert (tmp_path / "out" / "report.html").as_uri() in artifact["data"]
+
+
+def test_a_shard_is_tried_again_by_prefect(ask, command, heavy, tmp_path):
+    process = command("build", heavy, "build.processes=1")
+    kill_a_build_process(process, tmp_path / "out")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    killed = r"a build process was killed by signal 9 \(the kernel does that when memory runs out\)"
+    assert re.search(rf"train-00000\d: {killed}; trying again \(1 of 2\)", errors), errors
+    ours = {"flow_runs": {"id": {"any_": [last_run(ask)["id"]]}}}
+    deadline = time.monotonic() + 30
+    while max(task["run_count"] for task in ask("/task_runs/filter", ours)) != 2:
+        assert time.monotonic() < deadline  # written by the server in its own time
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_in_seconds_and_marks_it(ask, command, heavy, tmp_path, signum):
+    process = command("build", heavy, "build.processes=1")
+    while not build_processes(tmp_path / "out"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    began = time.monotonic()
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert process.returncode == 75, errors
+    assert "the build was stopped; finished shards are kept, the same command goes on from there" in errors
+    assert "Traceback" not in errors
+    assert last_run(ask)["state_type"] == "CRASHED"
+    assert not build_processes(tmp_path / "out")
+    process = command("build", heavy, "--plain")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+@pytest.fixture
+def heavy(coco, pictures, tmp_path):
+    """A config whose build takes some seconds: pictures that have to be converted."""
+    files = {f"{i}.png": pictures.encode(pictures.photo(i, 320, 240, "RGBA"), "PNG") for i in range(48)}
+    path = tmp_path / "build.yaml"
+    source = coco(tmp_path / "source", files)
+    build = {"records_per_shard": 8}
+    path.write_text(json.dumps({"source": str(source), "out": str(tmp_path / "out"), "build": build}))
+    return path
+
+
+def build_processes(out):
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"pipelines.workers\0{out}/" in (process / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(process.name))
+    return found
+
+
+def kill_a_build_process(process, out):
+    """SIGKILL to one that is at a shard."""
+    while not list((out / ".build" / "slices").glob("*.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    for pid in build_processes(out):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_every_parameter_of_the_form_is_described(ask):
+    from pipelines.flows import add_shards, build_shards
+
+    for flow in (build_shards, add_shards):
+        schema = flow.parameters
+        assert all(parameter["description"] for parameter in schema.properties.values())
+        for name, model in schema.definitions.items():
+            for field, about in model["properties"].items():
+                assert about.get("description"), f"{name}.{field} has no description"
+    assert schema.definitions["RunConfig"]["properties"]["runner"]["enum"] == ["processes", "threads", "dask", "ray"]
 
 
 def test_a_failed_build_is_one_paragraph_and_a_failed_run(ask, command, config_file):
