@@ -234,6 +234,7 @@ class Build:
             RemoteError: the store refused, or went away.
         """
         summary = self._publish()
+        shutil.rmtree(self.state.folder / "images", ignore_errors=True)  # see sources/parquet.py
         if self._upload is None:
             return summary
         with progress_bar(None, "send", "B") as progress:
@@ -262,7 +263,6 @@ class Build:
         shutil.rmtree(self.state.next, ignore_errors=True)
         for order in self.state.slices.glob("*.json"):
             order.unlink()
-        shutil.rmtree(self.state.folder / "images", ignore_errors=True)  # see sources/parquet.py
         left = () if self.config.build.overwrite else tuple(stale)
         return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, left)
 

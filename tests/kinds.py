@@ -82,17 +82,18 @@ def csv_rows(root: Path, rows: Rows) -> dict[str, Any]:
     return {"kind": "csv", "path": root / "pairs.csv", "id_field": "id", "images": images_folder(root, rows)}
 
 
-def _parquet(root: Path, rows: Rows, images: pa.Array) -> dict[str, Any]:
+def _parquet(root: Path, rows: Rows, images: pa.Array, row_group_size: int = 16) -> dict[str, Any]:
     columns = {"id": [r[0] for r in rows], "image": images, "caption": [list(r[3]) for r in rows]}
     (root / "data").mkdir()
     half = len(rows) // 2
     for number, part in enumerate((pa.table(columns)[:half], pa.table(columns)[half:])):
-        pq.write_table(part, root / "data" / f"train-{number:05d}-of-00002.parquet", row_group_size=16)
+        pq.write_table(part, root / "data" / f"train-{number:05d}-of-00002.parquet", row_group_size=row_group_size)
     return {"kind": "parquet", "path": root / "data", "id_field": "id"}
 
 
 def parquet_bytes(root: Path, rows: Rows) -> dict[str, Any]:
-    return _parquet(root, rows, pa.array([r[2] for r in rows], pa.binary()))
+    """A file is one row group."""
+    return _parquet(root, rows, pa.array([r[2] for r in rows], pa.binary()), row_group_size=1 << 20)
 
 
 def parquet_struct(root: Path, rows: Rows) -> dict[str, Any]:

@@ -5,26 +5,30 @@ by one in another order, so each row group's images are written once, as they st
 much disk as the images take, until the build is published).
 """
 
+import fcntl
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 
 from pipelines.config import SourceConfig
 from pipelines.filters import Reason, Rejection
 from pipelines.images import ImagesSpec, Stamp
-from pipelines.records import ImageId, Record
+from pipelines.records import Record
 from pipelines.sources import files
 from pipelines.sources.table import images_of
+from shards.atomic import written_aside
 from shards.errors import ConfigError
 
+BATCH = 64  # rows in memory at a time, so that large row groups of large images fit
 _EXPECTED = "a Parquet file, or an Arrow file as Hugging Face's save_to_disk writes it"
 
 
@@ -60,7 +64,6 @@ class ParquetSource:
                 f"{files.section(config)}.images"
             )
         stored = {"kind": "parquet", "folder": self._folder, "column": self._image, "cache": str(cache.absolute())}
-        self._uncached = ParquetImages(Path(self._folder), self._image, None)
         paths = {"kind": "urls", "others": places or self._folder}  # a row may name an address
         self.images: ImagesSpec = paths if self._as_paths else stored
 
@@ -88,28 +91,37 @@ class ParquetSource:
         wanted = [self._caption, config.id_field, config.split_field, *files.KEPT_FIELDS, image if has_path else None]
         columns = list(dict.fromkeys(c for c in wanted if c and c.partition(".")[0] in chunks.schema.names))
         for chunk in range(chunks.num_chunks):
-            for number, row in enumerate(chunks.read(chunk, columns).to_pylist()):
+            rows = (row for batch in chunks.batches(chunk, columns) for row in batch.to_pylist())
+            contents = iter(
+                () if config.id_field or self._as_paths else _contents(chunks, chunk, self._image, has_path)
+            )
+            for number, row in enumerate(rows):
                 path = row.get(self._image) if has_path else None
                 path = path.get("path") if isinstance(path, dict) else path
                 place = None if self._as_paths else f"{name}:{chunk}:{number}"
-                image_id = self._image_id(file, place, path, row)
+                content = next(contents, None)
+                if config.id_field:
+                    where = f"{file}, row {number} of group {chunk}"
+                    image_id = files.given_id(where, row.get(config.id_field), config.id_field)
+                else:  # where there is no path, the hash of the bytes: never the number of the row
+                    image_id = files.derived_id(
+                        config, path if path or self._as_paths else content or f"no-image-{place}"
+                    )
                 split = row.get(config.split_field) if config.split_field else split_of_file
                 captions = files.as_captions(row.get(self._caption))
                 about = {"kind": self.kind, **files.plain(row)}
                 file_name = path if self._as_paths or path else f"{name}/{image_id}"
                 yield Record(image_id, file_name, captions, about, place, split)
 
-    def _image_id(self, file: str, place: str | None, path: Any, row: Mapping[str, Any]) -> ImageId:
-        """The one given, the path, or where there is neither the hash of the bytes: never the number of the row."""
-        if self._config.id_field:
-            return files.given_id(
-                f"{file}, row {place or path!a}", row.get(self._config.id_field), self._config.id_field
-            )
-        if place is None or path:
-            return files.derived_id(self._config, path)
-        data = self._uncached.read(place)
-        digest = hashlib.sha256(data).hexdigest()[:32] if isinstance(data, bytes) else f"no-image-{place}"
-        return files.derived_id(self._config, digest)
+
+def _contents(chunks: "_Chunks", chunk: int, column: str, has_path: bool) -> Iterator[str | None]:
+    """Hashes of the images that have no path."""
+    if has_path:
+        paths = (row[column] for batch in chunks.batches(chunk, [f"{column}.path"]) for row in batch.to_pylist())
+        if all(path and path.get("path") for path in paths):
+            return
+    for data in _images(chunks, chunk, column):
+        yield hashlib.sha256(data).hexdigest()[:32] if data else None
 
 
 def _require_images(file: str, column: str, kind: pa.DataType, where: str) -> None:
@@ -137,17 +149,24 @@ class _Chunks:
             self.num_chunks = len(self._arrow)
             self.num_rows = sum(batch.num_rows for batch in self._arrow)
         else:
-            self._parquet = pq.ParquetFile(file)
+            self._parquet = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)  # page by page
             self.schema = self._parquet.schema_arrow
             self.num_chunks = self._parquet.num_row_groups
             self.num_rows = self._parquet.metadata.num_rows
 
-    def read(self, chunk: int, columns: list[str]) -> pa.Table:
-        """Some columns of a chunk; ``image.path`` is one field of a struct."""
+    def num_rows_of(self, chunk: int) -> int:
+        """Number of rows in a chunk."""
         if self._arrow is None:
-            return self._parquet.read_row_group(chunk, columns=columns)
-        whole = pa.Table.from_batches([self._arrow[chunk]])
-        return whole.select(list(dict.fromkeys(c.partition(".")[0] for c in columns)))
+            return int(self._parquet.metadata.row_group(chunk).num_rows)
+        return int(self._arrow[chunk].num_rows)
+
+    def batches(self, chunk: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Some columns of a chunk, never all rows at once; ``image.path`` is one field of a struct."""
+        if self._arrow is None:
+            yield from self._parquet.iter_batches(BATCH, row_groups=[chunk], columns=columns, use_threads=False)
+            return
+        whole = self._arrow[chunk].select(list(dict.fromkeys(c.partition(".")[0] for c in columns)))
+        yield from (whole.slice(start, BATCH) for start in range(0, whole.num_rows, BATCH))
 
 
 def _open(file: str) -> _Chunks:
@@ -166,9 +185,8 @@ def _opened(file: str, _changed_ns: int) -> _Chunks:
 class ParquetImages:
     """Images by ``FILE:CHUNK:ROW``."""
 
-    def __init__(self, folder: Path, column: str, cache: Path | None) -> None:
+    def __init__(self, folder: Path, column: str, cache: Path) -> None:
         self._folder, self._column, self._cache = folder, column, cache
-        self._chunk: tuple[str, list[bytes | None]] = ("", [])
 
     def stamp(self, file_name: str) -> Stamp | Rejection:
         try:
@@ -179,46 +197,45 @@ class ParquetImages:
 
     def read(self, file_name: str) -> bytes | Rejection:
         chunk, _, row = file_name.rpartition(":")
+        name = hashlib.sha256(f"{self._folder}/{chunk}:{self.stamp(f'{chunk}:0')}".encode()).hexdigest()[:32]
+        path = self._cache / name
         try:
-            data = self._images(chunk)[int(row)] if self._cache is None else self._cached(self._cache, chunk, int(row))
-        except (OSError, pa.ArrowException, ConfigError) as error:
-            return Rejection(Reason.UNREADABLE_FILE, " ".join(str(error).split())[:200])
-        return Rejection(Reason.MISSING_FILE, "the row has no image") if data is None else data
-
-    def _cached(self, cache: Path, chunk: str, row: int) -> bytes | None:
-        stamp = self.stamp(f"{chunk}:0")
-        path = cache / hashlib.sha256(f"{self._folder}/{chunk}:{stamp}".encode()).hexdigest()[:32]
-        if not path.exists():
-            self._extract(chunk, path)
+            if not path.exists():
+                self._extract(chunk, path)
+        except (pa.ArrowException, ConfigError) as error:
+            return Rejection(
+                Reason.UNREADABLE_FILE, " ".join(str(error).split())[:200].replace(str(self._folder), "...")
+            )
         with path.open("rb", buffering=0) as file:
-            file.seek(16 * row)
+            file.seek(16 * int(row))
             offset, length = np.frombuffer(file.read(16), "<i8").tolist()
             file.seek(offset)
-            return None if length < 0 else file.read(length)
+            return Rejection(Reason.MISSING_FILE, "the row has no image") if length < 0 else file.read(length)
 
     def _extract(self, chunk: str, path: Path) -> None:
-        """Offset and length (-1: no image) of each row, then the images; several processes may do it at once."""
-        images = self._images(chunk)
-        lengths = np.array([-1 if data is None else len(data) for data in images], "<i8")
-        ends = 16 * len(images) + np.cumsum(np.maximum(lengths, 0))
-        index = np.stack([ends - np.maximum(lengths, 0), lengths], 1).astype("<i8")
+        """Offset and length (-1: no image) of each row, then the images. One process does it, others wait for it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with aside.open("wb") as file:
-            file.write(index.tobytes())
-            file.writelines(data for data in images if data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        with path.with_name(f".{path.name}.lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                file_name, _, number = chunk.rpartition(":")
+                chunks = _open(str(self._folder / file_name))
+                with written_aside(path) as file:
+                    self._write(file, chunks, int(number))
 
-    def _images(self, chunk: str) -> list[bytes | None]:
-        """Those of the chunk that was asked for last are kept."""
-        if self._chunk[0] != chunk:
-            file, _, number = chunk.rpartition(":")
-            column = _open(str(self._folder / file)).read(int(number), [self._column])[self._column]
-            if pa.types.is_struct(column.type):
-                column = pa.chunked_array(
-                    [part.field("bytes") for part in column.chunks], column.type.field("bytes").type
-                )
-            self._chunk = chunk, column.to_pylist()
-        return self._chunk[1]
+    def _write(self, file: BinaryIO, chunks: _Chunks, chunk: int) -> None:
+        index = np.zeros((chunks.num_rows_of(chunk), 2), "<i8")
+        file.seek(index.nbytes)
+        for row, data in enumerate(_images(chunks, chunk, self._column)):
+            index[row] = file.tell(), -1 if data is None else len(data)
+            file.write(data or b"")
+        file.seek(0)
+        file.write(index.tobytes())
+
+
+def _images(chunks: _Chunks, chunk: int, name: str) -> Iterator[bytes | None]:
+    for batch in chunks.batches(chunk, [name]):
+        column = batch.column(name)
+        if pa.types.is_struct(column.type):
+            column = pa.compute.struct_field(column, "bytes")
+        yield from column.to_pylist()
