@@ -31,6 +31,10 @@ LEFT_ASIDE = {
     "annotations_of_unlisted_images": "annotations of images that are not listed",
     "annotation_ids_used_twice": "annotations whose id was used before",
     "images_listed_twice": "images listed a second time",
+    "ids_used_twice": "images whose id another one has",
+    "records_without_split": "images of no split",
+    "beyond_limit": "images beyond the limit of their source",
+    "json_members_that_are_no_object": "json members that are damaged",
 }
 
 
@@ -80,7 +84,7 @@ def render(
         tables=_table("Colour modes of the files", stats.get("modes", {}), {})
         + _table("Pictures stored in another form, and why", _conversions(stats.get("flags", {})), {})
         + _table("Captions", stats.get("caption_cleaning", {}), CLEANING)
-        + _table("Left aside in the annotation files", left_aside, LEFT_ASIDE),
+        + _table("Left aside in the sources", left_aside, LEFT_ASIDE),
         kept_note=_note(kept, facts["kept"]),
         kept="".join(map(_figure, kept)),
         rejected_note=_note(rejected, facts["rejected"]),

@@ -151,6 +151,8 @@ def test_several_sources_have_limits_and_counts_of_their_own(tmp_path, drawn, ma
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     counted = [(s["name"], s["kept"], s["left_aside"]) for s in report["sources"]]
     assert counted == [("first", 10, {"beyond_limit": 30}), ("second", 30, {}), (None, 10, {})]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<td>images beyond the limit of their source</td><td>30</td>" in page
 
 
 def test_sources_that_number_their_images_alike_are_told_to_have_names(tmp_path, drawn, make_config, pictures):
