@@ -495,17 +495,17 @@ def test_a_full_disk_is_said_in_one_line(photos, command, tmp_path):
 def test_stock_webdataset_and_tar_see_what_the_manifest_counts(coco, make_config, pictures, tmp_path):
     import webdataset
 
-    names = ["a.b.c.jpg", "x y.JPG", "\u00fc.jpeg", "deep/er/d.jpg"]
+    names = ["a.b.c.jpg", "x y.JPG", "\u00fc.jpeg", "deep/er/d.jpg", f"{'n' * 251}.jpg", "\U0001f600.jpg"]
     source = coco(tmp_path / "source", {n: pictures.encode(pictures.photo(i)) for i, n in enumerate(names)})
     run_plain(make_config(source, tmp_path / "out"))
     path = tmp_path / "out" / "train-000000.tar"
     samples = list(webdataset.WebDataset(str(path), shardshuffle=False))
-    assert [sorted(k for k in s if not k.startswith("__")) for s in samples] == [["jpg", "json"]] * 4
+    assert [sorted(k for k in s if not k.startswith("__")) for s in samples] == [["jpg", "json"]] * 6
     assert {json.loads(s["json"])["file_name"] for s in samples} == set(names)
     with tarfile.open(path) as tar:
-        assert len(tar.getnames()) == 8
+        assert len(tar.getnames()) == 12
     listed = subprocess.run(["tar", "-tf", path], capture_output=True, text=True, check=True).stdout.split()
-    assert len(listed) == 8
+    assert len(listed) == 12
 
 
 def test_raw_captions_are_kept_where_they_differ(coco, make_config, pictures, tmp_path):
