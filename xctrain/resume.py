@@ -247,7 +247,7 @@ def next_segments(config: Config, state: TrainState, data: Data) -> tuple[Segmen
     that were added, another quarantine list, another mix. Until then the epoch goes on with what it began with.
     """
     here = state.samples_consumed
-    begun = tuple(s for i, s in enumerate(state.segments) if i == 0 or s.first_n < here)
+    begun = tuple(s for s in state.segments if s.first_n < here)
     wanted = Segment(
         first_n=here,
         first_step=state.step,
