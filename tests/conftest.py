@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from shards.manifest import Manifest
+from shards.manifest import Addition, Manifest
+from shards.reader import SplitReader
 from shards.sample import Sample
 from shards.writer import ShardWriter
 
@@ -57,6 +58,34 @@ def write_dataset(folder: Path, splits: dict[str, list[int]], first: int = 0) ->
     manifest = Manifest(tuple(entries))
     manifest.save(folder)
     return manifest
+
+
+def add_shards(folder: Path, sizes: list[int], first: int = 5000, split: str = "train") -> Manifest:
+    """Add shards to a dataset, as the build does: the old ones stay in front."""
+    old = Manifest.load(folder)
+    entries = []
+    for i, size in enumerate(sizes):
+        with ShardWriter(folder, f"{split}-{900 + first + i:06d}", split) as writer:
+            for number in range(size):
+                writer.write(drawn_sample(first + 100 * i + number))
+        entries.append(writer.entry)
+    manifest = Manifest((*old.shards, *entries), old.settings, (*old.additions, Addition(old.manifest_id)))
+    manifest.save(folder)
+    return manifest
+
+
+def damage(shards: Path, *indices: int) -> list[str]:
+    """Flip a byte of samples; their keys."""
+    reader = SplitReader(shards, "train")
+    keys = []
+    for index in indices:
+        shard, _ = reader.locate(index)
+        meta = reader.meta(index)
+        data = bytearray((shards / shard.name).read_bytes())
+        data[meta.parts[0].offset + 40] ^= 255
+        (shards / shard.name).write_bytes(data)
+        keys.append(meta.key)
+    return keys
 
 
 @pytest.fixture(scope="session")

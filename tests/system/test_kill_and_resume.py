@@ -8,11 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import runs
-from small import train_here
+from conftest import add_shards, damage, write_dataset
+from small import audit_of, train_here
+
+from shards.__main__ import main as shards_main
 
 SEED = 20240229
 
@@ -68,6 +72,43 @@ def test_other_ranks_and_workers_train_on_the_same_keys_in_the_same_steps(
             per_epoch.setdefault(n // 100, Counter())[key] += 1
     assert [len(per_epoch[e]) for e in range(4)] == [100] * 4
     assert max(max(c.values()) for c in per_epoch.values()) == 1
+
+
+@pytest.mark.parametrize("processes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+def test_killed_run_whose_mixed_data_grow_and_lose_samples_is_bit_identical(
+    drawn_shards: Path, tmp_path: Path, processes: int
+) -> None:
+    coco, own = Path(shutil.copytree(drawn_shards, tmp_path / "coco")), tmp_path / "own"
+    write_dataset(own, {"train": [9, 5]}, first=2000)
+    listed = tmp_path / "quarantine.json"
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    changes: dict[str, Any] = {"train__num_steps": 26}
+    mix = f"{{coco: {coco}, own: {{path: {own}, repeat: 2}}}}"
+    runs.kill_at(runs.launcher(runs.settings(Path(mix), killed, **changes), processes), killed, 7)
+
+    damage(coco, 3, 44)
+    assert shards_main(["verify", str(coco), "--quarantine", str(listed)]) == 1
+    add_shards(own, [6])
+    mix = f"{{coco: {{path: {coco}, quarantine: {listed}}}, own: {{path: {own}, repeat: 2}}}}"
+    changes["train__resume_with"] = "data.quarantine"
+    shutil.copytree(killed, straight)
+    runs.train(Path(mix), straight, processes, **changes)
+    arguments = runs.settings(Path(mix), killed, **changes)
+    for step in (11, 10 + processes * 4):  # within the epoch that goes on, and in the one with the new data
+        runs.kill_at(runs.launcher(arguments, processes), killed, step)
+    runs.finish(runs.launcher(arguments, processes))
+
+    assert runs.trajectory(killed) == runs.trajectory(straight)
+    assert runs.key_files(killed) == runs.key_files(straight)
+    assert runs.weights(killed, 26) == runs.weights(straight, 26)
+    result = audit_of(killed)
+    assert result.ok
+    assert [(s.first_n, s.num_samples) for s in result.segments] == [(0, 128), (128, 138)]
+    rows = {(e.source, e.epoch, e.segment): (e.seen, e.masked) for e in result.epochs}
+    assert rows["own", 0, 0] == rows["own", 1, 0] == (14, 0)
+    assert sum(rows["coco", 0, 0]) == 100
+    assert rows["coco", 1, 1] == (98, 0)
+    assert rows["own", 2, 1] == rows["own", 3, 1] == (20, 0)
 
 
 def test_gradient_of_a_step_does_not_depend_on_how_it_is_cut(drawn_shards: Path, tmp_path: Path) -> None:

@@ -10,50 +10,21 @@ from typing import Any
 
 import pytest
 import runs
-from conftest import drawn_sample, write_dataset
+from conftest import add_shards, damage, write_dataset
 from small import audit_of, config_of, train_here
 
 from shards.__main__ import main as shards_main
-from shards.manifest import Addition, Manifest
+from shards.manifest import Manifest
 from shards.reader import SplitReader
-from shards.writer import ShardWriter
 from xctrain import __main__ as main
 from xctrain.errors import ConfigError, ResumeError, TrainError
 from xctrain.start import make_plan
-
-
-def grow(folder: Path, sizes: list[int], first: int = 5000, split: str = "train") -> Manifest:
-    """Add shards to a dataset, as the build does: the old ones stay in front."""
-    old = Manifest.load(folder)
-    entries = []
-    for i, size in enumerate(sizes):
-        with ShardWriter(folder, f"{split}-{900 + first + i:06d}", split) as writer:
-            for number in range(size):
-                writer.write(drawn_sample(first + 100 * i + number))
-        entries.append(writer.entry)
-    manifest = Manifest((*old.shards, *entries), old.settings, (*old.additions, Addition(old.manifest_id)))
-    manifest.save(folder)
-    return manifest
 
 
 @pytest.fixture
 def shards(drawn_shards: Path, tmp_path: Path) -> Path:
     """A copy of 100 samples that a test may change."""
     return Path(shutil.copytree(drawn_shards, tmp_path / "shards"))
-
-
-def damage(shards: Path, *indices: int) -> list[str]:
-    """Flip a byte of samples; their keys."""
-    reader = SplitReader(shards, "train")
-    keys = []
-    for index in indices:
-        shard, _ = reader.locate(index)
-        meta = reader.meta(index)
-        data = bytearray((shards / shard.name).read_bytes())
-        data[meta.parts[0].offset + 40] ^= 255
-        (shards / shard.name).write_bytes(data)
-        keys.append(meta.key)
-    return keys
 
 
 def by_epoch(run: Path, bounds: list[int]) -> list[Counter[str]]:
@@ -79,7 +50,7 @@ def test_added_shards_come_with_the_next_epoch_and_every_epoch_stays_whole(
     run = tmp_path / "run"
     train_here(shards, run, train__num_steps=4)
     old = keys_of(shards)
-    grow(shards, [15, 7])
+    add_shards(shards, [15, 7])
     new = keys_of(shards)
     capsys.readouterr()
     state = train_here(shards, run, train__num_steps=30, train__resume_with="train.num_steps")
@@ -111,7 +82,7 @@ def test_added_shards_change_nothing_before_their_epoch_however_often_the_run_st
     train_here(shards, run, train__num_steps=3)
     longer = {"train__resume_with": "train.num_steps"}
     for number, steps in enumerate((5, 6, 8)):
-        grow(shards, [5], first=6000 + 1000 * number)
+        add_shards(shards, [5], first=6000 + 1000 * number)
         state = train_here(shards, run, train__num_steps=steps, **longer)
         assert [(s.first_n, s.num_samples) for s in state.segments] == [(0, 100), (100, 100 + 5 * (number + 1))]
     first_epoch = [[slot for slot in step if slot[0] < 100] for step in runs.keys_by_step(run).values()]
@@ -125,7 +96,7 @@ def test_shards_added_right_at_an_epochs_end_come_at_once(
     run = tmp_path / "run"
     length = {"train__num_steps": None, "train__resume_with": "train.epochs"}
     train_here(shards, run, **length, train__epochs=1)
-    grow(shards, [20])
+    add_shards(shards, [20])
     capsys.readouterr()
     state = train_here(shards, run, **length, train__epochs=2)
     said = capsys.readouterr().err
@@ -140,7 +111,7 @@ def test_shards_added_to_another_split_leave_the_order_alone(shards: Path, tmp_p
     straight, run = tmp_path / "straight", tmp_path / "run"
     train_here(shards, straight, train__num_steps=14)
     train_here(shards, run, train__num_steps=4)
-    grow(shards, [9], split="val")
+    add_shards(shards, [9], split="val")
     train_here(shards, run, train__num_steps=14, train__resume_with="train.num_steps")
     assert runs.keys_by_step(run) == runs.keys_by_step(straight)
     assert audit_of(run).ok
@@ -149,10 +120,10 @@ def test_shards_added_to_another_split_leave_the_order_alone(shards: Path, tmp_p
 def test_growing_twice_with_another_global_batch_between_stays_proven(shards: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_here(shards, run, train__num_steps=4)
-    grow(shards, [10])
+    add_shards(shards, [10])
     accepted = {"train__resume_with": "train.num_steps,train.global_batch,train.seed"}
     train_here(shards, run, train__num_steps=9, train__global_batch=20, **accepted)
-    grow(shards, [10], first=7000)
+    add_shards(shards, [10], first=7000)
     state = train_here(shards, run, train__num_steps=30, train__global_batch=8, train__seed=5, **accepted)
     assert [(s.first_n, s.num_samples, s.global_batch) for s in state.segments] == [
         (0, 100, 12),
@@ -182,7 +153,7 @@ def test_dataset_that_lost_what_was_added_is_refused_once_it_was_trained_on(shar
     run = tmp_path / "run"
     before = Manifest.load(shards)
     train_here(shards, run, train__num_steps=4)
-    after = grow(shards, [10])
+    after = add_shards(shards, [10])
     accepted = {"train__resume_with": "train.num_steps"}
     train_here(shards, run, train__num_steps=6, **accepted)
     before.save(shards)
@@ -201,7 +172,7 @@ def test_pending_shards_are_in_the_position_file_and_in_the_table(
 ) -> None:
     run = tmp_path / "run"
     train_here(shards, run, train__num_steps=2)
-    grow(shards, [10])
+    add_shards(shards, [10])
     train_here(shards, run, train__num_steps=4, train__resume_with="train.num_steps")
     capsys.readouterr()
     assert main.main(["audit", str(run)]) == 0
@@ -475,7 +446,7 @@ def test_run_of_one_dataset_may_take_another_in(shards: Path, own: Path, tmp_pat
 def test_dataset_of_a_mix_may_grow_and_be_moved(shards: Path, own: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_here(Path(mixed(shards, own)), run, train__num_steps=4)
-    grow(own, [6])
+    add_shards(own, [6])
     moved = own.rename(tmp_path / "moved")
     state = train_here(Path(mixed(shards, moved)), run, train__num_steps=30, train__resume_with="train.num_steps")
     assert [s.num_samples for s in state.segments] == [142, 160]
