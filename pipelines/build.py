@@ -24,7 +24,7 @@ from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import fingerprint, seen
 from pipelines.held import NOTHING_HELD, Held
 from pipelines.hold import Hold
-from pipelines.images import Images, open_images, read_all
+from pipelines.images import Images, are_far, open_images, read_all
 from pipelines.measure import Picture, measure
 from pipelines.plan import Plan, make_plan, require_images
 from pipelines.progress import Progress, map_bounded, progress_bar
@@ -356,7 +356,9 @@ def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
     """Facts about each file (bytes of dtype FACTS in hex), or reason and detail where it cannot be read."""
     images, limits = open_images(arguments["images"]), FilterConfig.model_validate(arguments["limits"])
     replies: list[Any] = []
-    for data in read_all(images, arguments["names"]):
+    for name, data in zip(arguments["names"], read_all(images, arguments["names"]), strict=True):
+        if isinstance(data, Rejection) and data.reason is Reason.MISSING_FILE and not are_far(images, [name]):
+            raise _gone(name, data)  # it was there a moment ago: no picture is rejected because a disk went away
         replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data, limits).hex())
     progress(len(replies))
     return replies
@@ -445,11 +447,20 @@ def _judge(record: Mapping[str, Any], data: bytes | Rejection, limits: FilterCon
     if record["verdict"]:
         assert isinstance(data, Rejection)
         return data
-    if isinstance(data, Rejection) or hashlib.sha256(data).hexdigest() != record["sha256"]:
+    if isinstance(data, Rejection):
+        raise _gone(record["file_name"], data)
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise BuildError(
             f"{record['file_name']}: the file changed after the build had begun; run the build again once it is settled"
         )
     return measure(data, limits)
+
+
+def _gone(file_name: str, found: Rejection) -> BuildError:
+    return BuildError(
+        f"{file_name}: was there when the build began and is not any more ({found.reason}: {found.detail}); bring it back, or "
+        "run the build again once the source is settled; finished shards are kept"
+    )
 
 
 def _reject(split: str, record: Mapping[str, Any], rejection: Rejection) -> dict[str, Any]:

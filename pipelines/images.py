@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from pipelines.errors import BuildError
 from pipelines.filters import Reason, Rejection
 from pipelines.progress import map_bounded
 from shards.errors import ConfigError
@@ -35,16 +36,17 @@ class Images(Protocol):
 
 def read_all(images: Images, names: Sequence[str]) -> Iterator[bytes | Rejection]:
     """What ``read`` gives for each name, in order; of far away images several are asked for at once."""
-    if not _are_far(images, names):
+    if not are_far(images, names):
         yield from map(images.read, names)
         return
     with ThreadPoolExecutor(AT_ONCE) as threads:
         yield from map_bounded(threads, images.read, names, AT_ONCE)
 
 
-def _are_far(images: Images, names: Sequence[str]) -> bool:
-    are_far = getattr(images, "are_far", None)
-    return are_far is not None and are_far(names)
+def are_far(images: Images, names: Sequence[str]) -> bool:
+    """Whether any of the files has to be asked for over a network."""
+    far = getattr(images, "are_far", None)
+    return far is not None and far(names)
 
 
 def where(spec: ImagesSpec) -> str:
@@ -131,6 +133,12 @@ class FolderImages:
             # pathlib takes as long as the system; like it, a slash at the end counts for nothing
             status = os.stat(f"{self._folder}/{file_name.rstrip('/')}")  # noqa: PTH116
         except OSError as error:
+            if not os.path.isdir(self._folder):  # noqa: PTH112
+                raise BuildError(
+                    f"{self._folder}: the folder of images is gone; bring it back and run the build again, finished shards are "
+                    "kept",
+                    path=self._folder,
+                ) from None
             return _rejected(error)
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device would wait for ever
             return _no_file()
@@ -187,7 +195,7 @@ class SeveralImages:
         self._places = places
 
     def are_far(self, names: Sequence[str]) -> bool:
-        return any(_are_far(images, names) for images in self._places)
+        return any(are_far(images, names) for images in self._places)
 
     def stamp(self, file_name: str) -> Stamp | Rejection:
         found = self._find(file_name)
