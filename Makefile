@@ -46,7 +46,7 @@ serve: $(READY) ## Prefect server, worker and deployment on this machine [ARGS="
 	$(PY) -m pipelines serve $(ARGS)
 
 test: $(READY) ## CPU tests, under 15 minutes on 2 cores
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(READY) ## soak, oracle and version-range tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(ARGS)
