@@ -104,6 +104,16 @@ def parquet_paths(root: Path, rows: Rows) -> dict[str, Any]:
     return {**_parquet(root, rows, pa.array([r[1] for r in rows])), "images": images_folder(root, rows)}
 
 
+def parquet_unembedded(root: Path, rows: Rows) -> dict[str, Any]:
+    """Structs that have no bytes but where the images lie, as Hugging Face datasets do that were not embedded."""
+    folder = images_folder(root, rows)
+    structs = pa.array(
+        [{"bytes": None, "path": str(folder / r[1])} for r in rows],
+        pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+    )
+    return {**_parquet(root, rows, structs), "images": folder}
+
+
 def save_to_disk(root: Path, rows: Rows) -> dict[str, Any]:
     """Hugging Face datasets' own folder."""
     source = parquet_struct(root, rows)
@@ -133,7 +143,7 @@ def tars(root: Path, rows: Rows) -> dict[str, Any]:
 KINDS: Mapping[str, Callable[[Path, Rows], dict[str, Any]]] = {
     f.__name__: f
     for f in (
-        coco, coco_zip, coco_halves, karpathy, jsonl, csv_rows, parquet_bytes, parquet_struct, parquet_paths, save_to_disk,
-        tars,
+        coco, coco_zip, coco_halves, karpathy, jsonl, csv_rows, parquet_bytes, parquet_struct, parquet_paths,
+        parquet_unembedded, save_to_disk, tars,
     )
 }  # fmt: skip

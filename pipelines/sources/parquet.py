@@ -56,7 +56,8 @@ class ParquetSource:
                     path=file,
                 )
         self._type = schemas[0].field(self._image).type
-        self._as_paths = pa.types.is_string(self._type) or pa.types.is_large_string(self._type)
+        self._has_path = pa.types.is_struct(self._type) and "path" in [f.name for f in self._type]
+        self._as_paths = pa.types.is_string(self._type) or pa.types.is_large_string(self._type) or self._only_paths()
         places = images_of(config)
         if places is not None and not self._as_paths:
             raise ConfigError(
@@ -66,6 +67,16 @@ class ParquetSource:
         stored = {"kind": "parquet", "folder": self._folder, "column": self._image, "cache": str(cache.absolute())}
         paths = {"kind": "urls", "others": places or self._folder}  # a row may name an address
         self.images: ImagesSpec = paths if self._as_paths else stored
+        self._top = f"{paths['others']}/"
+
+    def _only_paths(self) -> bool:
+        """Whether a struct of bytes and path has no bytes: Hugging Face datasets whose images were not embedded."""
+        if not self._has_path:
+            return False
+        opened = [_open(file) for file in self._files]
+        batches = (b for o in opened for chunk in range(o.num_chunks) for b in o.batches(chunk, [self._image]))
+        first = next(batch for batch in batches if batch.num_rows).column(self._image).to_pylist()
+        return all(image and image["bytes"] is None and image["path"] for image in first)
 
     def _columns(self, file: str, schema: pa.Schema) -> tuple[str, str]:
         """Names of the columns of image and caption."""
@@ -86,8 +97,8 @@ class ParquetSource:
     def _records(self, file: str) -> Iterator[Record]:
         config, name = self._config, os.path.relpath(file, self._folder)
         chunks, split_of_file = _open(file), files.split_of_file(name)
-        has_path = self._as_paths or (pa.types.is_struct(self._type) and "path" in [f.name for f in self._type])
-        image = self._image if self._as_paths else f"{self._image}.path"
+        has_path = self._as_paths or self._has_path
+        image = f"{self._image}.path" if self._has_path else self._image
         wanted = [self._caption, config.id_field, config.split_field, *files.KEPT_FIELDS, image if has_path else None]
         columns = list(dict.fromkeys(c for c in wanted if c and c.partition(".")[0] in chunks.schema.names))
         for chunk in range(chunks.num_chunks):
@@ -98,6 +109,7 @@ class ParquetSource:
             for number, row in enumerate(rows):
                 path = row.get(self._image) if has_path else None
                 path = path.get("path") if isinstance(path, dict) else path
+                path = path.removeprefix(self._top) if path and self._as_paths else path
                 place = None if self._as_paths else f"{name}:{chunk}:{number}"
                 content = next(contents, None)
                 if config.id_field:
