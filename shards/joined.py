@@ -18,8 +18,8 @@ class SampleReader(Protocol):
     def locate(self, index: int) -> tuple[ShardEntry, int]:
         """The shard that holds a sample, and the sample's number in it."""
 
-    def read(self, index: int) -> Sample:
-        """One sample, checked."""
+    def read(self, index: int, epoch: int | None = None) -> Sample:
+        """One sample, checked; ``epoch`` as for a ``SplitReader``."""
 
     def meta(self, index: int) -> SampleMeta:
         """What meta.jsonl says of one sample."""
@@ -49,10 +49,10 @@ class JoinedReader:
         reader, inside = self._find(index)
         return reader.locate(inside)
 
-    def read(self, index: int) -> Sample:
+    def read(self, index: int, epoch: int | None = None) -> Sample:
         """One sample, checked; raises what the dataset's own reader raises."""
         reader, inside = self._find(index)
-        return reader.read(inside)
+        return reader.read(inside, epoch)
 
     def meta(self, index: int) -> SampleMeta:
         """What meta.jsonl says of one sample."""

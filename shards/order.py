@@ -123,6 +123,14 @@ class Order:
         length, longer = divmod(self.num_samples, self.settings.lanes)
         return lane * length + min(lane, longer), length + (lane < longer)
 
+    def cut_fragments(self, epoch: int) -> Ints:
+        """The fragments that two or more lanes share in an epoch, at most one per cut between lanes."""
+        cuts = np.asarray([self.lane_span(lane)[0] for lane in range(1, self.settings.lanes)], np.int64)
+        listed = self._epoch_list(epoch)
+        at = np.searchsorted(listed.begins, cuts, side="right") - 1
+        first = listed.first_sample[at[(cuts < self.num_samples) & (listed.begins[at] < cuts)]]
+        return np.unique(np.searchsorted(self.fragment_starts, first, side="right") - 1)
+
     def indices(self, ns: Ints) -> Ints:
         """The sample at each position.
 

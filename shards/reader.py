@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shards import foreign, ustar
 from shards.errors import DamagedSampleError, FormatError, describe
 from shards.index import REBUILD, read_index
 from shards.manifest import Manifest, ShardEntry
 from shards.sample import Sample
+
+if TYPE_CHECKING:
+    from shards.cache import NodeCache
 
 MAX_OPEN = 128  # shards; two file descriptors each, and many systems allow 1,024 per process
 
@@ -53,15 +56,19 @@ class SplitReader:
     Shards are opened on first use, once per process, and the least recently used are closed again.
     """
 
-    def __init__(self, folder: Path | str, split: str, manifest: Manifest | None = None) -> None:
-        """Reads the manifest unless it is given; touches no shard.
+    def __init__(self, folder: "Path | str | NodeCache", split: str, manifest: Manifest | None = None) -> None:
+        """Reads the manifest unless it is given; touches no shard. ``folder``: here, or as a node has it of an address.
 
         Raises:
             ConfigError: not a shard folder, or it has no such split.
         """
-        self.folder = Path(folder)
+        self.cache: NodeCache | None = None
+        if isinstance(folder, Path | str):
+            self.folder = Path(folder)
+            self.manifest = Manifest.load(self.folder) if manifest is None else manifest
+        else:
+            self.cache, self.folder, self.manifest = folder, folder.folder, folder.manifest
         self.split = split
-        self.manifest = Manifest.load(self.folder) if manifest is None else manifest
         self.shards = self.manifest.of_split(split)
         self._ends = list(accumulate(s.num_samples for s in self.shards))
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
@@ -82,25 +89,28 @@ class SplitReader:
         number, inside = self._find(index)
         return self.shards[number], inside
 
-    def read(self, index: int) -> Sample:
+    def read(self, index: int, epoch: int | None = None) -> Sample:
         """One sample, its headers and checksums compared with what the index and the sample list say.
+
+        ``epoch``: that of the slot in a run's plan, along which remote shards are fetched; None for a read beside it.
 
         Raises:
             DamagedSampleError: bytes differ from those written; shard, key, found and expected are named.
             FormatError: the shard as a whole is absent or not what the manifest says.
+            RemoteError: it cannot be fetched.
         """
         number, inside = self._find(index)
-        return self._shard(number).read(inside)
+        return self.shard(number).read(inside, epoch)
 
     def meta(self, index: int) -> SampleMeta:
         """What meta.jsonl says of one sample."""
         number, inside = self._find(index)
-        return self._shard(number).meta(inside)
+        return self.shard(number).meta(inside)
 
     def read_json(self, index: int) -> dict[str, Any]:
         """KEY.json of one sample, without touching its picture."""
         number, inside = self._find(index)
-        return self._shard(number).read_json(inside)
+        return self.shard(number).read_json(inside)
 
     def key(self, index: int) -> str:
         """The key of one sample."""
@@ -109,7 +119,7 @@ class SplitReader:
     def metas(self) -> Iterator[SampleMeta]:
         """What meta.jsonl says of every sample, in order."""
         for number, shard in enumerate(self.shards):
-            opened = self._shard(number)
+            opened = self.shard(number)
             for inside in range(shard.num_samples):
                 yield opened.meta(inside)
 
@@ -120,7 +130,7 @@ class SplitReader:
             FormatError: a shard is not what the manifest says.
         """
         for number in range(len(self.shards)):
-            self._shard(number)
+            self.shard(number)
 
     def keys(self) -> list[str]:
         """All keys, in order."""
@@ -132,10 +142,15 @@ class SplitReader:
         number = bisect_right(self._ends, index)
         return number, index - (self._ends[number - 1] if number else 0)
 
-    def _shard(self, number: int) -> "OpenShard":
+    def shard_of(self, index: int) -> "OpenShard":
+        """The open shard that holds a sample."""
+        return self.shard(self._find(index)[0])
+
+    def shard(self, number: int) -> "OpenShard":
+        """An open shard, by its number in the split."""
         opened = self._open.pop(number, None)
         if opened is None:
-            opened = OpenShard(self.folder, self.shards[number])
+            opened = OpenShard(self.folder, self.shards[number], self.cache)
         self._open[number] = opened
         while len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
@@ -145,17 +160,22 @@ class SplitReader:
 class OpenShard:
     """One shard's files, checked against its manifest entry on opening. Reads by offset, so forks may share it."""
 
-    def __init__(self, folder: Path, entry: ShardEntry) -> None:
-        """Raises FormatError: a file is absent, or a size, a count or an offset is not what the manifest says."""
+    def __init__(self, folder: Path, entry: ShardEntry, cache: "NodeCache | None" = None) -> None:
+        """``cache``: where the tar's bytes come from if only the lists are in ``folder``.
+
+        Raises FormatError: a file is absent, or a size, a count or an offset is not what the manifest says.
+        """
         self.entry = entry
         self.path = folder / entry.name
+        self._cache = cache
         self._descriptors: list[int] = []
-        self._tar, tar_bytes = self._opened(self.path)
-        if tar_bytes != entry.num_bytes:
-            raise FormatError(
-                f"{entry.name}: has {tar_bytes} bytes, the manifest says {entry.num_bytes}; {REBUILD}",
-                path=self.path,
-            )
+        if cache is None:
+            self._tar, tar_bytes = self._opened(self.path)
+            if tar_bytes != entry.num_bytes:
+                raise FormatError(
+                    f"{entry.name}: has {tar_bytes} bytes, the manifest says {entry.num_bytes}; {REBUILD}",
+                    path=self.path,
+                )
         self.offsets = read_index(folder / entry.idx_name, entry.num_samples, entry.num_bytes, entry.foreign)
         self._meta, meta_bytes = self._opened(folder / entry.meta_name)
         self._width, rest = divmod(meta_bytes, max(1, entry.num_samples))
@@ -191,12 +211,20 @@ class OpenShard:
                 inside, None, f"line {inside + 1} of {self.entry.meta_name} is damaged: {error}"
             ) from None
 
-    def read(self, inside: int) -> Sample:
+    def span(self, inside: int, meta: SampleMeta) -> tuple[int, int]:
+        """From which byte of the tar up to which one sample is read."""
+        return meta.span if self.entry.foreign else (int(self.offsets[inside]), int(self.offsets[inside + 1]))
+
+    def read(self, inside: int, epoch: int | None = None) -> Sample:
         """One sample, checked."""
         meta = self.meta(inside)
-        start, stop = meta.span if self.entry.foreign else (int(self.offsets[inside]), int(self.offsets[inside + 1]))
+        start, stop = self.span(inside, meta)
+        if self._cache is None:
+            data = os.pread(self._tar, stop - start, start)
+        else:
+            data = self._cache.read(self.entry, self.offsets, inside, (start, stop), meta.key, epoch)
         try:
-            return checked_sample(meta, os.pread(self._tar, stop - start, start), start, self.entry.foreign)
+            return checked_sample(meta, data, start, self.entry.foreign)
         except MismatchError as error:
             raise self._damaged(inside, meta.key, str(error)) from None
 
@@ -204,7 +232,11 @@ class OpenShard:
         """KEY.json of one sample, without touching its picture."""
         meta = self.meta(inside)
         part = meta.parts[-1]
-        payload = os.pread(self._tar, part.num_bytes, part.offset)
+        if self._cache is None:
+            payload = os.pread(self._tar, part.num_bytes, part.offset)
+        else:
+            span = (part.offset, part.offset + part.num_bytes)
+            payload = self._cache.read(self.entry, self.offsets, inside, span, meta.key, None)
         if zlib.crc32(payload) != part.crc32:
             raise self._damaged(inside, meta.key, _crc_differs(f"{meta.key}.{part.name}", payload, part))
         return _foreign_json(meta, payload) if self.entry.foreign else dict(json.loads(payload))

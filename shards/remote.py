@@ -69,11 +69,15 @@ class Remote:
         RemoteError: the store refuses, or does not answer.
     """
 
-    def __init__(self, location: str, tries: int = TRIES) -> None:
-        """Raises ConfigError: the package for such addresses is not installed, or there is none."""
+    def __init__(self, location: str, tries: int = TRIES, patience_s: float | None = None) -> None:
+        """``patience_s``: seconds after which an answer, its tries included, is waited for no longer.
+
+        Raises ConfigError: the package for such addresses is not installed, or there is none.
+        """
         self.location = location.rstrip("/")
         self._tries = tries
-        self._fs, self._root = _filesystem(self.location)
+        self._patience_s = patience_s
+        self._fs, self._root = _filesystem(self.location, READ_S if patience_s is None else patience_s / 3)
 
     def __str__(self) -> str:
         return shown(self.location)
@@ -82,7 +86,8 @@ class Remote:
         return f"{self._root}/{name}" if name else self._root
 
     def _try(self, name: str, function: Callable[[], T]) -> T:
-        return retried(shown(f"{self.location}/{name}" if name else self.location), function, self._tries)
+        what = shown(f"{self.location}/{name}" if name else self.location)
+        return retried(what, function, self._tries, self._patience_s)
 
     def read(self, name: str = "", start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file, or of a range of it."""
@@ -90,6 +95,39 @@ class Remote:
         if start is not None and stop is not None and len(data) > stop - start:
             data = data[start:stop]  # a web server that knows no ranges sends everything
         return data
+
+    def read_range(self, name: str, start: int, stop: int, num_bytes: int) -> bytes:
+        """The bytes [start, stop) of a file of ``num_bytes`` bytes, all of them, and no others sent.
+
+        Raises:
+            RemoteError: also where the server sends whole files only.
+        """
+
+        def read() -> bytes:
+            if not self.location.startswith("http"):
+                data: bytes = self._fs.cat_file(self._path(name), start=start, end=stop)
+            else:
+                data = self._http_range(name, start, stop, num_bytes)
+            if len(data) > stop - start:
+                raise _NoRangesError(f"{len(data)} bytes for a range of {stop - start}")
+            if len(data) < stop - start:
+                raise ConnectionError(f"sent {len(data)} of the {stop - start} bytes from {start}")
+            return data
+
+        return self._try(name, read)
+
+    def _http_range(self, name: str, start: int, stop: int, num_bytes: int) -> bytes:
+        """As fsspec's files do it: unlike ``cat_file`` they look at the answer's head before they take its body."""
+        try:
+            with self._fs.open(self._path(name), "rb", size=num_bytes, cache_type="none") as file:
+                file.seek(start)
+                return cast(bytes, file.read(stop - start))
+        except ValueError as error:
+            raise _NoRangesError(str(error)) from None
+        except Exception as error:
+            if getattr(error, "status", None) in (404, 410):
+                raise FileNotFoundError(name) from None
+            raise
 
     def find(self, name: str = "") -> Found | None:
         """What the store says of a file; None where there is none."""
@@ -133,13 +171,18 @@ class Remote:
             self._try(name, lambda: self._fs.rm_file(self._path(name)))
 
 
-def retried(what: str, function: Callable[[], T], tries: int = TRIES) -> T:
+class _NoRangesError(Exception):
+    """A server that sends whole files only."""
+
+
+def retried(what: str, function: Callable[[], T], tries: int = TRIES, patience_s: float | None = None) -> T:
     """What the function returns; errors that may pass are tried again, with growing waits.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreachableError: ``tries`` in a row failed. RemoteError: it is refused.
+        UnreachableError: ``tries`` in a row failed, or ``patience_s`` seconds have passed. RemoteError: it is refused.
     """
+    began = time.monotonic()
     for failures in range(1, tries + 1):
         try:
             return function()
@@ -148,10 +191,12 @@ def retried(what: str, function: Callable[[], T], tries: int = TRIES) -> T:
         except Exception as error:  # noqa: BLE001 - each store has its own kinds
             if (problem := _permanent(error)) is not None:
                 raise RemoteError(f"{what}: {problem}") from None
-            if failures == tries:
+            late = patience_s is not None and time.monotonic() - began >= patience_s
+            if failures == tries or late:
+                failed = "1 try" if failures == 1 else f"{failures} tries in a row"
                 raise UnreachableError(
-                    f"{what}: {_said(error)} ({tries} tries in a row failed); check the network and the server, then "
-                    "run it again, it goes on where it stopped"
+                    f"{what}: {_said(error)} ({failed} failed); check the network and the server, then run it again, it goes "
+                    "on where it stopped"
                 ) from None
         time.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (failures - 1)) * random.uniform(0.5, 1))
     raise AssertionError
@@ -164,6 +209,11 @@ def _permanent(error: Exception) -> str | None:
         return (
             f"there are no credentials for it ({_said(error)}); set those of the store in the environment, such as "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true for a public bucket"
+        )
+    if isinstance(error, _NoRangesError):
+        return (
+            f"the server sends whole files where ranges are asked for ({error}); use one that answers range requests, or "
+            "copy the folder to a disk here"
         )
     status = getattr(error, "status", None)
     if isinstance(error, PermissionError) or status in (401, 403):
@@ -192,7 +242,7 @@ def _found(values: dict[str, Any]) -> Found:
     return Found(-1 if size is None else int(size), version)
 
 
-def _filesystem(location: str) -> tuple[Any, str]:
+def _filesystem(location: str, read_s: float) -> tuple[Any, str]:
     scheme = location.partition("://")[0]
     package = _PACKAGES.get(scheme, "fsspec")
     options: dict[str, Any] = {"use_listings_cache": False}
@@ -202,12 +252,12 @@ def _filesystem(location: str) -> tuple[Any, str]:
         if package == "s3fs":
             # Tries are ours: both libraries' own ones multiply to minutes with a server that is down.
             retries = {"max_attempts": 1}
-            options["config_kwargs"] = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": retries}
+            options["config_kwargs"] = {"connect_timeout": CONNECT_S, "read_timeout": read_s, "retries": retries}
         elif package == "aiohttp":
             import aiohttp
 
             # Its own limit is five minutes for a file, however long that is.
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
             options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
         fs, root = fsspec.core.url_to_fs(location, **options)
     except ImportError:

@@ -8,6 +8,7 @@ import numpy as np
 
 from shards.errors import ConfigError
 from shards.mix import Positions
+from shards.order import Ints, Places
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,20 @@ class Stream:
         """Updates that cover ``epochs`` epochs; the last one may hold surplus slots."""
         return -(-self.num_positions(epochs) // self.global_batch)
 
+    def steps(self, samples_consumed: int, count: int) -> tuple[Ints, Places]:
+        """Positions, and what stands there, of the ``count`` global batches that follow, each ordered by (lane, n).
+
+        Shapes: int64 [count * global_batch] each.
+        """
+        ns = np.arange(samples_consumed, samples_consumed + count * self.global_batch)
+        places = self.order.places(ns)
+        by_lane = np.lexsort((places.lane, (ns - samples_consumed) // self.global_batch))
+        return ns[by_lane], Places(*(a[by_lane] for a in (places.part, places.epoch, places.lane, places.index)))
+
     def step(self, samples_consumed: int) -> list[Slot]:
         """The whole global batch that follows ``samples_consumed``, ordered by (lane, n)."""
-        ns = np.arange(samples_consumed, samples_consumed + self.global_batch)
-        places = self.order.places(ns)
-        by_lane = np.argsort(places.lane, kind="stable")
-        columns = (a[by_lane].tolist() for a in (ns, places.epoch, places.index, places.part))
+        ns, places = self.steps(samples_consumed, 1)
+        columns = (a.tolist() for a in (ns, places.epoch, places.index, places.part))
         return [
             Slot(n, epoch, index, surplus=self.end is not None and n >= self.end, part=part)
             for n, epoch, index, part in zip(*columns, strict=True)

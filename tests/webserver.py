@@ -26,6 +26,7 @@ class Resource:
     headers: dict[str, str] = field(default_factory=dict)  # sent with errors
     type: str = "application/octet-stream"
     requests: list[dict[str, str]] = field(default_factory=list)
+    sent: int = 0  # bytes of bodies
     delay_s: float = 0  # per 64 kB
     at_once: int = 0  # GETs being answered
     most_at_once: int = 0
@@ -102,20 +103,25 @@ class Handler(BaseHTTPRequestHandler):
         data, kind = resource.data, resource.type
         if trick == "page":
             data, kind = b"<!DOCTYPE html>\n<html><body>Sign in to go on</body></html>", "text/html; charset=utf-8"
-        start, total = 0, len(data) + {"longer": 1000, "shorter": -1000}.get(trick, 0)
+        whole = len(data)
+        start, stop, total = 0, whole, whole + {"longer": 1000, "shorter": -1000}.get(trick, 0)
         if (wanted := self.headers.get("Range")) and trick not in ("ignore-range", "page"):
             same = self.headers.get("If-Range") in (None, resource.tag) or trick == "blind-range"
-            start = int(wanted.removeprefix("bytes=").rstrip("-").split("-")[0]) if same else 0
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start = int(first) if same else 0
+            if same and last:
+                total, stop = min(total, int(last) + 1), int(last) + 1
             if start >= total:
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{total}")
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-        body = data[start:]
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
+        body = data[start:stop]
+        partial = start > 0 or stop < whole
+        self.send_response(206 if partial else 200)
+        if partial:
+            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{whole if stop < whole else total}")
         length = total - start
         if trick == "until-close":
             self.send_header("Connection", "close")
@@ -129,6 +135,7 @@ class Handler(BaseHTTPRequestHandler):
         sent = body[: int(value)] if trick in ("drop", "stall") else body[:length]
         for i in range(0, len(sent), 1 << 16):
             self.wfile.write(sent[i : i + (1 << 16)])
+            resource.sent += len(sent[i : i + (1 << 16)])
             if resource.delay_s:
                 time.sleep(resource.delay_s)
         if trick == "stall":

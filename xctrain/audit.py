@@ -112,7 +112,7 @@ def open_run(run_dir: Path, shards: Sequence[str] = (), *, begun: bool = False) 
         state = replace(state, segments=resume.next_segments(config, state, data))
     for segment in state.segments:
         if missing := data.missing(segment):
-            folders = ", ".join(str(d.reader.folder) for d in data.datasets)
+            folders = ", ".join(d.place for d in data.datasets)
             found = ", ".join(d.reader.manifest.manifest_id for d in data.datasets)
             raise RunError(
                 f"{folders}: its manifest_id is {found}, the run was trained on {missing.manifest_id}; "
@@ -147,27 +147,28 @@ def where_shards_lie(config: Config, given: Sequence[str] = ()) -> Config:
     sources = {}
     for name, source in config.data.sources.items():
         folder = places.get(name, source.path)
-        if name not in places and started_in and not folder.exists() and (Path(started_in) / folder).exists():
-            folder = Path(started_in) / folder
+        if name not in places and started_in and isinstance(folder, Path) and not folder.exists():
+            there = Path(started_in) / folder
+            folder = there if there.exists() else folder
         sources[name] = SourceConfig(path=folder, repeat=source.repeat)
     shards = sources[""].path if "" in sources else sources
     return config.model_copy(update={"data": config.data.model_copy(update={"shards": shards, "quarantine": None})})
 
 
-def _named_places(config: Config, given: Sequence[str]) -> dict[str, Path]:
+def _named_places(config: Config, given: Sequence[str]) -> dict[str, Path | str]:
     names = list(config.data.sources)
     if names == [""]:
         if len(given) > 1:
             raise ConfigError(f"--shards was given {len(given)} times, the run has one dataset; give its folder once")
-        return dict.fromkeys(names, Path(given[0])) if given else {}
-    places = {}
+        return dict.fromkeys(names, given[0]) if given else {}
+    places: dict[str, Path | str] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         if not equals or name not in names:
             raise ConfigError(
                 f"--shards is {text}, the run mixes {', '.join(names)}; give NAME=DIR for each that was moved"
             )
-        places[name] = Path(folder)
+        places[name] = folder
     return places
 
 

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from shards.remote import is_remote, shown
 
 # Marks a field that decides what is learned: on resume it must match the checkpoint's, or be accepted by name.
 TRAJECTORY: dict[str, Any] = {"resume": "must match"}
@@ -25,10 +27,18 @@ class RunConfig(_Section):
     dir: Path = Field(Path("runs/demo"), description="folder of logs and checkpoints; one run, one folder")
 
 
+def _location(value: Any) -> Any:
+    return Path(value) if isinstance(value, str) and not is_remote(value) else value
+
+
+# A folder here, or an address, which stays a text.
+Location = Annotated[Path | str, BeforeValidator(_location)]
+
+
 class SourceConfig(_Section):
     """One of several datasets that a run mixes; a bare path is one that is left at its defaults."""
 
-    path: Path = Field(description="shard folder with a manifest.json")
+    path: Location = Field(description="shard folder with a manifest.json: a path or an address")
     repeat: PositiveInt = Field(
         1,
         description="times that each of its samples comes in an epoch, spread evenly; once, as samples are worth the same",
@@ -44,9 +54,10 @@ class SourceConfig(_Section):
 class DataConfig(_Section):
     """What is read, and by how many workers."""
 
-    shards: Path | dict[Annotated[str, Field(pattern="^[0-9A-Za-z_-]+$")], SourceConfig] = Field(
+    shards: Location | dict[Annotated[str, Field(pattern="^[0-9A-Za-z_-]+$")], SourceConfig] = Field(
         Path("data/sample-shards"),
-        description="shard folder with a manifest.json; or several to mix, as `name: path` or `name: {path, repeat}`",
+        description="shard folder with a manifest.json: a path, or an address (s3://, gs://, https://, http://); or several "
+        "to mix, as `name: path` or `name: {path, repeat}`",
     )
     quarantine: Path | None = Field(
         None,
@@ -63,6 +74,24 @@ class DataConfig(_Section):
     )
     prefetch: PositiveInt = Field(
         2, description="micro-batches each worker reads ahead; dropped at a stop, never counted"
+    )
+    cache_dir: Path = Field(
+        Path("~/.cache/xctrain"),
+        description="shards at an address: folder on a disk of the node for what is needed of them; one run at a time",
+    )
+    cache_gb: PositiveFloat = Field(
+        20.0,
+        description="shards at an address: GB that may lie in cache_dir at once; all of COCO's training images are 19, what "
+        "the default order needs of them 3; too little is refused with the number that would do",
+    )
+    requests: PositiveInt = Field(
+        16,
+        description="shards at an address: fragments that a node fetches at once; stores answer many requests faster",
+    )
+    read_timeout_s: PositiveInt = Field(
+        300,
+        description="seconds without data, tries included, after which a read ends the run with an error that names shard "
+        "and sample; longer than a store or a file server is away for a moment",
     )
     verify: Literal["sizes", "full"] = Field(
         "sizes", description="what is checked before the model loads; full reads every byte"
@@ -86,6 +115,16 @@ class DataConfig(_Section):
             raise ValueError(
                 "data.quarantine is set, data.shards names several datasets; give each its own as data.shards.NAME.quarantine"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> "DataConfig":
+        for source in self.sources.values():
+            if isinstance(source.path, str) and shown(source.path) != source.path:
+                raise ValueError(  # the config is written into the run folder and every checkpoint
+                    f"data.shards: {shown(source.path)} has a user, password or query; these belong in the environment or in "
+                    "~/.netrc"
+                )
         return self
 
     @property

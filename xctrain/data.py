@@ -29,7 +29,12 @@ class Dataset:
     @property
     def label(self) -> str:
         """What it is called in messages."""
-        return self.source.name or str(self.reader.folder)
+        return self.source.name or self.place
+
+    @property
+    def place(self) -> str:
+        """Folder or address."""
+        return str(self.reader.cache or self.reader.folder)
 
     def sizes_of(self, source: Source) -> tuple[int, ...] | None:
         """Samples per shard of the dataset that a segment names, if it is this one, or what this one was added to."""
@@ -126,8 +131,8 @@ def open_data(config: DataConfig, split: str | None = None) -> Data:
     Raises:
         ConfigError: no dataset, no such split, or a quarantine list of another dataset.
     """
-    found = [_open(name, source, split or config.split) for name, source in config.sources.items()]
-    places: dict[Path, str] = {}
+    found = [_open(config, name, source, split or config.split) for name, source in config.sources.items()]
+    places: dict[Path, str] = {}  # of shards at an address, where their lists are
     for dataset in found:
         folder = dataset.reader.folder.resolve()
         if folder in places:
@@ -140,9 +145,25 @@ def open_data(config: DataConfig, split: str | None = None) -> Data:
     return Data(tuple(found))
 
 
-def _open(name: str, config: SourceConfig, split: str) -> Dataset:
+def open_split(config: DataConfig, location: Path | str, split: str) -> SplitReader:
+    """A split of a folder here, or of an address, of which the node then has the lists.
+
+    Raises:
+        ConfigError: no dataset, or no such split. RemoteError: the store refuses, or does not answer.
+    """
+    if isinstance(location, Path):
+        return SplitReader(location, split)
+    from shards.cache import NodeCache
+
+    cache = NodeCache(location, config.cache_dir, timeout_s=config.read_timeout_s)
+    reader = SplitReader(cache, split)
+    cache.fetch_lists(split)
+    return reader
+
+
+def _open(data: DataConfig, name: str, config: SourceConfig, split: str) -> Dataset:
     try:
-        reader = SplitReader(config.path, split)
+        reader = open_split(data, config.path, split)
         if config.quarantine is None:
             return Dataset(
                 Source(name, reader.manifest.manifest_id, len(reader), config.repeat), reader, Quarantine(())
@@ -181,7 +202,7 @@ def held_out(config: DataConfig, split: str, only: str | None) -> list[Dataset]:
     for name, source in sources.items():
         if only is None or name == only:
             try:
-                found.append(_open(name, source, split))
+                found.append(_open(config, name, source, split))
             except ConfigError as error:
                 failure = failure or error
     if not found:

@@ -55,7 +55,7 @@ class SlotRows(Dataset[Row]):
         if slot.surplus:
             return Row(slot.n, slot.epoch, "", self._blank(), ("",), masked=SURPLUS)
         try:
-            sample = self._read(slot.index)
+            sample = self._read(slot)
             if self.blank:
                 image = self._blank(sample.meta["width"], sample.meta["height"])
             else:
@@ -66,17 +66,17 @@ class SlotRows(Dataset[Row]):
         captions = choose_captions(sample.captions, self.choice, seed=self.seed, epoch=slot.epoch, key=sample.key)
         return Row(slot.n, slot.epoch, sample.key, image, captions)
 
-    def _read(self, index: int) -> Sample:
+    def _read(self, slot: Slot) -> Sample:
         """Read a sample; a passing I/O error is tried again, a lasting one fails the run."""
         pause = _FIRST_PAUSE_S
         for left in reversed(range(_READ_TRIES)):
             try:
-                return self.reader.read(index)
+                return self.reader.read(slot.index, slot.epoch)
             except OSError as error:
                 if not left:
-                    shard, _ = self.reader.locate(index)
+                    shard, _ = self.reader.locate(slot.index)
                     raise UserError(
-                        f"{shard.name}: sample {index} cannot be read after {_READ_TRIES} tries: {error}; see that the "
+                        f"{shard.name}: sample {slot.index} cannot be read after {_READ_TRIES} tries: {error}; see that the "
                         "disk is there, then start again to go on",
                         path=shard.name,
                     ) from error
@@ -133,7 +133,8 @@ class Loader:
     micro_batch: int
     num_workers: int
     prefetch: int
-    timeout_s: int
+    timeout_s: int  # for a batch, after which the run ends with an error
+    delivered: Callable[[int], None] | None = None  # told the position below which every sample is here
 
     def micro_batches(self, start: int) -> "DataLoader[Any]":
         """Micro-batches from position ``start``; not to be passed to ``accelerator.prepare``, which shards again."""
@@ -180,6 +181,8 @@ class Loader:
                     finally:
                         del batch, batches  # an error that its own frame holds would keep the workers alive
                 micro_batches.append(batch)
+            if self.delivered:
+                self.delivered(n + self.stream.global_batch)
             yield micro_batches, time.perf_counter() - since
 
     def _next(self, batches: "Iterator[Batch | UserError]", n: int, number: int) -> Batch | UserError:

@@ -34,6 +34,11 @@ class Ranks:
         """Whether this is rank 0, which alone writes and prints."""
         return self.rank == 0
 
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return int(self.accelerator.local_process_index)
+
     def sum_ints(self, values: Sequence[int]) -> list[int]:
         """Each value summed over the ranks; sums stay below 2**63."""
         return [int(v) for v in self._sum(values, torch.int64)]

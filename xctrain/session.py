@@ -18,6 +18,7 @@ from xctrain.data import held_out, open_data
 from xctrain.errors import ConfigError, TrainError
 from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
+from xctrain.reading import begin_reading
 from xctrain.start import Plan, lock, make_plan, open_model, require_one_folder, start
 
 if TYPE_CHECKING:
@@ -50,10 +51,21 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
         held = ranks.agree(lambda: lock(config) if ranks.is_main else None)
         plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
         require_one_folder(config, ranks, plan)
+        start_n = plan.state.samples_consumed
+        reading = ranks.agree(lambda: begin_reading(config, ranks, plan.data, plan.stream, start_n))
         enter("loading the model")
         family, model_id = open_model(config, ranks, plan)
         with Progress(ranks.is_main) as progress:
-            run = start(config, ranks, plan, family, model_id, stop_asked=lambda: bool(stop), show=progress.show)
+            run = start(
+                config,
+                ranks,
+                plan,
+                family,
+                model_id,
+                reading=reading,
+                stop_asked=lambda: bool(stop),
+                show=progress.show,
+            )
             progress.begin(run.num_steps, plan.state)
             if run.evaluate and plan.state.samples_consumed == 0:
                 run.evaluate(plan.state)

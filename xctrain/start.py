@@ -25,6 +25,7 @@ from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.largest import Length, checked_largest, rows_of
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
 from xctrain.phase import enter
+from xctrain.reading import Reading
 from xctrain.spikes import WINDOW, SpikeWatch
 from xctrain.state import TrainState
 
@@ -107,15 +108,17 @@ def require_whole(datasets: list[Dataset], *, full: bool) -> None:
         dataset.reader.require_whole()
     if not full:
         return
+    from shards.mirror import RemoteShards
     from shards.verify import verify
 
     for dataset in {d.reader.folder: d for d in datasets}.values():
-        folder = dataset.reader.folder
-        if findings := dataset.quarantine.unexpected(verify(folder)):
+        cache, place = dataset.reader.cache, dataset.place
+        found = verify(dataset.reader.folder) if cache is None else RemoteShards(cache.location).verify()
+        if findings := dataset.quarantine.unexpected(found):
             raise RunError(
-                f"{folder}: {len(findings)} findings, first: {findings[0]}; see `python -m shards verify {folder}` and build "
+                f"{place}: {len(findings)} findings, first: {findings[0]}; see `python -m shards verify {place}` and build "
                 "again",
-                path=folder,
+                path=dataset.reader.folder,
             )
 
 
@@ -188,6 +191,7 @@ def start(
     family: "Family",
     model_id: str,
     *,
+    reading: Reading | None = None,
     stop_asked: Callable[[], bool],
     show: "Callable[[TrainState, StepMetrics], None]",
 ) -> "Run":
@@ -209,7 +213,7 @@ def start(
         torch.use_deterministic_algorithms(True)
     found = ranks.agree(lambda: checked_largest(config, plan.data, family, model_id) if ranks.is_main else None)
     largest: list[Length] = ranks.from_main(found)
-    loader = make_loader(config, ranks, plan, family)
+    loader = make_loader(config, ranks, plan, family, reading or Reading(plan.reader))
     module = family.module.to(ranks.accelerator.device)
     module.train()
     if ranks.is_main and (first := loader.first_batch(plan.state.samples_consumed)):
@@ -258,14 +262,14 @@ def start(
     )
 
 
-def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family") -> "Loader":
+def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family", reading: Reading) -> "Loader":
     """The loader of this rank."""
     from xctrain.decode import Decoder
     from xctrain.loader import Loader, SlotRows, num_workers
 
     decoder = Decoder(config.model.decode, family.collator.least_size if config.model.decode == "scaled" else None)
     return Loader(
-        rows=SlotRows(plan.reader, config.data.captions, config.train.seed, decoder=decoder),
+        rows=SlotRows(reading.reader, config.data.captions, config.train.seed, decoder=decoder),
         collator=family.collator,
         stream=plan.stream,
         rank=ranks.rank,
@@ -273,7 +277,9 @@ def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family") ->
         micro_batch=config.train.micro_batch,
         num_workers=num_workers(config.data.workers, ranks.local_world_size),
         prefetch=config.data.prefetch,
-        timeout_s=config.train.timeout_s,
+        # Where fragments are fetched, a wait for them has its own limit, which starts again with each that comes.
+        timeout_s=config.train.timeout_s if reading.cache else config.data.read_timeout_s,
+        delivered=reading.delivered if reading.cache else None,
     )
 
 

@@ -71,3 +71,17 @@ def test_every_setting_has_a_description() -> None:
     for section in Config.model_fields.values():
         for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
             assert field.description, name
+
+
+def test_shards_may_lie_at_an_address_but_secrets_stay_out_of_the_config(tmp_path: Path) -> None:
+    for address in ("s3://bucket/shards", "gs://bucket/shards", "https://host/shards"):
+        config = load_settings(Config, None, [f"data.shards={address}", "train.num_steps=1"])
+        assert config.data.shards == address
+        (tmp_path / "config.yaml").write_text(config.to_yaml())
+        assert load_settings(Config, tmp_path / "config.yaml") == config
+    mixed = load_settings(Config, None, ["data.shards.a=s3://bucket/a", "data.shards.b=data/b", "train.num_steps=1"])
+    assert [source.path for source in mixed.data.sources.values()] == ["s3://bucket/a", Path("data/b")]
+    for address in ("https://me:secret@host/shards", "https://host/shards?token=secret"):
+        with pytest.raises(ConfigError, match=r"https://host/shards has a user, password or query") as error:
+            load_settings(Config, None, [f"data.shards={address}", "train.num_steps=1"])
+        assert "secret" not in str(error.value)
