@@ -165,7 +165,7 @@ class FailingReader(SplitReader):
         if self.failures:
             self.failures -= 1
             raise OSError(5, "Input/output error")
-        return super().read(index)
+        return super().read(index, epoch)
 
 
 @pytest.fixture
