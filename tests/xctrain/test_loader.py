@@ -161,7 +161,7 @@ class FailingReader(SplitReader):
 
     failures = 0
 
-    def read(self, index: int) -> Any:
+    def read(self, index: int, epoch: int | None = None) -> Any:
         if self.failures:
             self.failures -= 1
             raise OSError(5, "Input/output error")
