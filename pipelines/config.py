@@ -105,7 +105,9 @@ class SourceConfig(Settings):
     @model_validator(mode="after")
     def _complete(self) -> "SourceConfig":
         if useless := [name for name in _NOT_FOR[self.kind] if getattr(self, name) is not None]:
-            raise ValueError(f"{' and '.join(useless)} mean nothing to kind={self.kind}; remove them")
+            raise ValueError(
+                f"kind={self.kind} does not use {' and '.join(useless)}; remove it, or choose another kind"
+            )
         if self.kind in ("coco", "karpathy"):
             if self.root is None and (self.annotations is None or self.images is None):
                 missing = [name for name in ("annotations", "images") if getattr(self, name) is None]

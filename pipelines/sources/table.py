@@ -66,8 +66,9 @@ class TableSource:
             image_field, caption_field = columns = columns or self._columns(file, (where, row))
             name = row.get(image_field)
             if isinstance(name, str):
-                name = name.removeprefix(self._top)
-                if below and "://" not in name:
+                if name.startswith(self._top):
+                    name = name.removeprefix(self._top)
+                elif below and not name.startswith("/") and "://" not in name:
                     name = f"{below}/{name}"
             image_id = (
                 files.given_id(where, row.get(config.id_field), config.id_field)
