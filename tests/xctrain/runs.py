@@ -113,6 +113,11 @@ def keys_by_step(run: Path) -> dict[int, list[tuple[int, str]]]:
     return {step: sorted(result[step]) for step in sorted(result)}
 
 
+def read_keys(path: Path) -> list[dict[str, Any]]:
+    """The lines of one rank's key log."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def key_files(run: Path) -> dict[str, str]:
     """The key log of each rank, byte by byte."""
     return {path.name: path.read_text() for path in run.glob("keys-rank*.jsonl")}
