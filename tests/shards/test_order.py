@@ -125,6 +125,19 @@ def test_position_late_in_a_huge_split_sorts_only_its_own_window() -> None:
     assert sum(len(w) for w in order._windows._values.values()) <= 3 * order.settings.window
 
 
+def test_samples_sorted_by_label_give_batches_without_a_wave_from_shard_to_shard() -> None:
+    sizes, batch = [1000] * 20, 48
+    labels = np.arange(20_000) / 20_000  # shard by shard, as a dataset that was sorted
+    order = Order(sizes, OrderSettings(5, window=4096))
+    means = labels[order.indices(np.arange(20_000))][: 20_000 // batch * batch].reshape(-1, batch).mean(axis=1)
+    shuffled = np.random.default_rng(0).permutation(labels)[: len(means) * batch].reshape(-1, batch).mean(axis=1)
+    assert means.std() < 1.5 * shuffled.std()
+    power = np.abs(np.fft.rfft(means - means.mean())) ** 2
+    period = round(len(means) / len(sizes))  # batches in which one shard after the other would have passed
+    near = power[max(1, len(means) // period - 2) : len(means) // period + 3]
+    assert near.max() < 8 * np.median(power)
+
+
 @pytest.mark.parametrize("name", ["fragment", "window", "lanes"])
 def test_settings_below_one_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"order.{name} is 0, expected 1 or more"):

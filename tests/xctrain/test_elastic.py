@@ -198,15 +198,16 @@ def test_data_that_change_anywhere_in_a_chain_leave_every_epoch_whole(
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_every_rank_takes_the_same_number_of_steps_at_an_epochs_uneven_end(ranks: int) -> None:
-    data = Data((dataset(FOLDER, "", [entry("train-000000", 1003)]),))
+@pytest.mark.parametrize("size", [100, 1003])
+def test_every_rank_takes_the_same_number_of_steps_at_an_epochs_uneven_end(ranks: int, size: int) -> None:
+    data = Data((dataset(FOLDER, "", [entry("train-000000", size)]),))
     batch = 24 if 24 % ranks == 0 else 8 * ranks
     settings = ["train.epochs=1", "train.num_steps=null", f"train.global_batch={batch}"]
     config = load_settings(Config, None, settings)
     segments = next_segments(config, TrainState(), data)
     steps, end = run_length(config, segments, data.order(segments))
     stream = Stream(data.order(segments), batch, end)
-    assert (steps, end) == (-(-1003 // batch), 1003)
+    assert (steps, end) == (-(-size // batch), size)
     for micro_batch in divisors(batch // ranks):
         for rank in range(ranks):
             taken = [stream.micro_batches(n, rank, ranks, micro_batch) for n in range(0, end, batch)]

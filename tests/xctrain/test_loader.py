@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from conftest import write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import collate
@@ -72,6 +74,51 @@ def test_ranks_share_each_global_batch_and_starting_later_equals_dropping(
     assert {len(part) for part in parts} == {12 // (world_size * micro_batch)}
     [whole] = take(make_loader(drawn_shards, micro_batch=12), 12 * step, 1)
     assert [key for part in parts for key in keys(part)] == keys(whole)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_worker_that_lives_on_through_the_epochs_never_serves_a_leftover(drawn_shards: Path, workers: int) -> None:
+    loader = make_loader(drawn_shards, workers, micro_batch=12, end=500)
+    slots = [
+        (n, key)
+        for batches, _ in loader.global_batches(start=156)  # within epoch 1
+        for batch in batches
+        for n, key, masked in zip(batch.positions, batch.keys, batch.masked, strict=True)
+        if not masked
+    ]
+    assert sorted(n for n, _ in slots) == list(range(156, 500))
+    everything = sorted(SplitReader(drawn_shards, "train").keys())
+    for epoch in (2, 3, 4):
+        assert sorted(key for n, key in slots if n // 100 == epoch) == everything
+
+
+def test_first_batch_late_in_an_epoch_reads_less_than_a_window_and_no_picture_before(tmp_path: Path) -> None:
+    write_dataset(tmp_path, {"train": [500] * 3})
+    reader = SplitReader(tmp_path, "train")
+    settings = OrderSettings(seed=1, fragment=8, window=256, lanes=4)
+    stream = Stream(Order(reader.shard_sizes, settings), 12)
+    loader = Loader(SlotRows(reader, "random", seed=1), collate, stream, 0, 1, 12, 0, 2, 60)
+    size = sum(shard.num_bytes for shard in reader.shards) / len(reader)
+
+    before, began = bytes_read(), time.perf_counter()
+    [[batch]] = take(loader, 1428, 1)  # 95 % of the first epoch
+    seconds, num_bytes = time.perf_counter() - began, bytes_read() - before
+
+    assert sorted(batch.positions) == list(range(1428, 1440))
+    assert (
+        num_bytes < 256 * size / 2
+    )  # the batch itself, indexes of the shards that it touches, lines of the sample lists
+    assert seconds < 2
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked the kernel for."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_preparing_a_loader_with_accelerate_leaves_it_as_it_is(drawn_shards: Path) -> None:
+    loader = make_loader(drawn_shards)
+    assert Accelerator(cpu=True).prepare(loader) is loader  # no torch loader, so nothing that would be sharded again
 
 
 def test_iterating_leaves_the_global_generators_alone(drawn_shards: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,16 @@ import pytest
 import runs
 import torch
 from safetensors.torch import load_file
-from small import audit_of, open_poisoned, train_here
+from small import audit_of, data_of, open_poisoned, train_here
 from tiny import TinyFamily, TinyModel
 
 from shards.reader import SplitReader
+from xctrain.collate import Batch
+from xctrain.config import Config, EvalConfig
 from xctrain.errors import CheckpointError, NotFiniteError, TrainError
+from xctrain.evaluate import evaluate
+from xctrain.ranks import Ranks
+from xctrain.start import Plan
 
 
 @pytest.fixture
@@ -273,6 +279,39 @@ def test_evaluation_stands_in_the_log_once_each(drawn_shards: Path, tmp_path: Pa
     assert train_here(drawn_shards, tmp_path / "plain").digest == straight.digest
     assert runs.trajectory(tmp_path / "eval") == runs.trajectory(tmp_path / "plain")
     assert runs.weights(tmp_path / "eval", 10) == runs.weights(tmp_path / "plain", 10)
+
+
+class ScoredModel(TinyModel):
+    """It is evaluated before every second of its training micro-batches."""
+
+    def __init__(self, score: Callable[["ScoredModel"], object]) -> None:
+        super().__init__(dropout=0.2)
+        self.score = score
+        self.seen = 0
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+            if self.seen % 2 == 0:
+                self.score(self)
+        return super().forward(batch)
+
+
+def test_evaluation_between_two_micro_batches_changes_no_weight(drawn_shards: Path, tmp_path: Path) -> None:
+    scored = []
+
+    def open_model(config: Config, ranks: Ranks, _plan: Plan) -> tuple[TinyFamily, str]:
+        def score(model: ScoredModel) -> None:
+            held_out = data_of(drawn_shards, "val").datasets[0]
+            scored.append(evaluate(TinyFamily(model), held_out, EvalConfig(num_images=2, max_new_tokens=1), ranks))
+
+        torch.manual_seed(config.train.seed)
+        return TinyFamily(ScoredModel(score)), "tiny"
+
+    train_here(drawn_shards, tmp_path / "scored", open_model, train__num_steps=5)
+    train_here(drawn_shards, tmp_path / "plain", train__num_steps=5)
+    assert len(scored) > 5
+    assert runs.weights(tmp_path / "scored", 5) == runs.weights(tmp_path / "plain", 5)
 
 
 def test_metrics_of_a_step_say_what_design_promises(drawn_shards: Path, tmp_path: Path) -> None:

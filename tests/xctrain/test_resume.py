@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import runs
 from conftest import write_dataset
 from small import audit_of, config_of, train_here
 
 from shards.errors import FormatError
+from shards.order import Order, OrderSettings
+from shards.reader import SplitReader
 from xctrain import checkpoint
 from xctrain.errors import CheckpointError, ConfigError, ResumeError
 from xctrain.start import make_plan
@@ -165,6 +168,29 @@ def test_another_global_batch_goes_on_from_the_same_position(drawn_shards: Path,
     state = train_here(drawn_shards, run, **changes)
     assert (state.step, state.samples_consumed) == (15, 160)
     assert audit_of(run).ok
+
+
+@pytest.mark.parametrize(("stop_at", "epoch"), [(20, 2), (27, 3)])
+def test_resume_in_a_later_epoch_goes_on_in_that_epochs_own_order(
+    drawn_shards: Path, tmp_path: Path, stop_at: int, epoch: int
+) -> None:
+    run = tmp_path / "run"
+    length = {"train__num_steps": 36}
+    train_here(drawn_shards, run, stop_asked=lambda: runs.last_step(run) >= stop_at - 1, **length)
+    state = make_plan(config_of(drawn_shards, run, **length), 1).state
+    assert (state.step, state.samples_consumed, state.epoch) == (stop_at, 12 * stop_at, epoch)
+    train_here(drawn_shards, run, **length)
+
+    reader = SplitReader(drawn_shards, "train")
+    order = Order(reader.shard_sizes, OrderSettings(0, fragment=8, window=32, lanes=4))
+    ns = np.arange(12 * stop_at, 12 * (stop_at + 1))
+    due = [(n, reader.key(i)) for n, i in zip(ns.tolist(), order.indices(ns).tolist(), strict=True)]
+    trained = runs.keys_by_step(run)
+    assert trained[stop_at + 1] == due
+    assert [key for _, key in due] != [reader.key(i) for i in order.indices(ns % 100).tolist()]  # as epoch 0 has it
+    assert [line["epoch"] for line in runs.events(run, "step")][stop_at] == 12 * (stop_at + 1) / 100
+    slots = [slot for step in trained.values() for slot in step]
+    assert all(sorted(k for n, k in slots if n // 100 == e) == sorted(reader.keys()) for e in range(4))
 
 
 def test_impossible_number_of_processes_names_the_possible_ones(drawn_shards: Path, tmp_path: Path) -> None:
