@@ -79,22 +79,23 @@ def _by_hash(spool: Spool, fractions: Sequence[float], seed: int) -> Numbers:
 
 
 def join_repeated(spool: Spool, origins: Sequence[Origin], limits: FilterConfig) -> None:
-    """One record for each id: rows of the same picture are joined; of different ones the first stays, and it is counted.
+    """One record of a split for each id: rows of one picture are joined; of several pictures the first stays, counted.
 
     Raises:
         ConfigError: two sources use the same id for different pictures.
     """
     table = spool.table
-    scope = np.array([next(i for i, p in enumerate(origins) if p.split == o.split) for o in origins])[table["source"]]
-    order = np.lexsort((np.arange(len(table)), table["id"], scope))
-    same = (table["id"][order][1:] == table["id"][order][:-1]) & (scope[order][1:] == scope[order][:-1])
+    order = np.lexsort((np.arange(len(table)), table["id"], table["split"]))  # in another split it is a leak
+    ids, splits = table["id"][order], table["split"][order]
+    same = (ids[1:] == ids[:-1]) & (splits[1:] == splits[:-1])
     if not same.any():
         return
     keep = np.ones(len(table), bool)
-    for run in np.split(order, np.flatnonzero(~same) + 1):
-        if len(run) > 1:
-            keep[run[1:]] = False
-            _join_run(spool, run, origins, limits)
+    edges = np.concatenate([[0], np.flatnonzero(~same) + 1, [len(order)]])
+    for at in np.flatnonzero(np.diff(edges) > 1):
+        run = order[edges[at] : edges[at + 1]]
+        keep[run[1:]] = False
+        _join_run(spool, run, origins, limits)
     spool.keep(keep)
 
 

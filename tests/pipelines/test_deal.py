@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.addition import Addition
 from pipelines.config import BuildConfig
 from pipelines.errors import BuildError
 from pipelines.run import run_plain
@@ -74,6 +75,14 @@ def test_official_splits_come_from_a_column(tmp_path, drawn, make_config):
     assert found["val"] == {i for i in range(50) if i % 5 == 1}
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["splits"]["train"]["left_aside"] == {"records_without_split": 10}
+
+
+def test_an_image_that_is_officially_in_two_splits_is_a_leak(tmp_path, drawn, make_config, rejects):
+    train, val = (pairs(tmp_path / f"{n}.jsonl", ids) for n, ids in (("train", range(8)), ("val", [3, 8, 9])))
+    path = [train, val]
+    run_plain(make_config(source(path, drawn), tmp_path / "out", split={"by": "official"}))
+    assert ids_of(tmp_path / "out") == {"train": {0, 1, 2, 4, 5, 6, 7}, "val": {3, 8, 9}}
+    assert rejects(tmp_path / "out") == {"3.jpg": "split_leak"}
 
 
 def test_official_splits_come_from_names_of_files(tmp_path, drawn, make_config):
@@ -200,3 +209,13 @@ def test_a_leak_between_splits_fails_the_build_where_that_is_wanted(tmp_path, dr
     run_plain(make_config(train, out, held_out=val))
     assert rejects(out) == {"3.jpg": "split_leak"}
     assert ids_of(out)["train"] == set(range(10)) - {3}
+
+
+def test_an_addition_deals_new_records_as_a_build_of_all_would(tmp_path, drawn, make_config):
+    path = pairs(tmp_path / "pairs.jsonl", range(40))
+    config = make_config(source(path, drawn), tmp_path / "out", split=HASH, build={"max_reject_share": 1})
+    run_plain(config)
+    pairs(path, range(90))
+    run_plain(config, Addition)
+    run_plain(make_config(source(path, drawn), tmp_path / "all", split=HASH))
+    assert ids_of(tmp_path / "out") == ids_of(tmp_path / "all")
