@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,14 +59,28 @@ def _ray(config: RunConfig) -> Any:
 
 
 @contextmanager
-def started(config: RunConfig, runner: Any) -> Iterator[None]:
+def at_work(config: RunConfig, runner: Any) -> Iterator[None]:
     """The task runner at work. Later, while the cluster has no worker, it waits for new ones.
 
     Raises:
-        BuildError: a Dask cluster has no worker from the start.
+        BuildError: the cluster does not take the build in, or a Dask cluster has no worker from the start; later, that
+            it lost workers or connections and what its library says of it.
     """
+    with _errors_in_words(config), _started(config, runner):
+        yield
+
+
+@contextmanager
+def _started(config: RunConfig, runner: Any) -> Iterator[None]:
     terminate = signal.getsignal(signal.SIGTERM)
-    with runner:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(runner)
+        except (OSError, RuntimeError) as error:  # as builtins, so that nothing tells that the library raised them
+            raise BuildError(
+                f"the {config.runner} cluster{f' at {config.address}' if config.address else ''} did not start or take this "
+                f"build in ({' '.join(str(error).split())[:500]}); see that it runs ({START[config.runner]}), then try again"
+            ) from None
         if terminate and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)  # Ray's own handler would abort this process
         if config.runner == "dask":
@@ -118,12 +132,8 @@ def require_reachable_api(config: RunConfig, url: str) -> None:
 
 
 @contextmanager
-def errors_in_words(config: RunConfig) -> Iterator[None]:
-    """Turn what the cluster's library raises over lost workers and connections into an error of the build.
-
-    Raises:
-        BuildError: says what happened.
-    """
+def _errors_in_words(config: RunConfig) -> Iterator[None]:
+    """Turn what the cluster's library raises over lost workers and connections into an error of the build."""
     try:
         yield
     except UserError:

@@ -1,6 +1,5 @@
 """The build as a Prefect flow: one task run per shard; tasks pass names and counts. Work is done by ``Build``."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,7 +102,7 @@ def _build_all(job: Build, todo: list[str], progress: Progress) -> None:
             return runner.submit(shard, {"name": name, "order": str(job.write_order(name).absolute()), **same})
         return runner.submit(shard, {"name": name, "progress": progress})
 
-    with cluster.errors_in_words(config) if config.remote else nullcontext(), cluster.started(config, runner):
+    with cluster.at_work(config, runner) if config.remote else runner:
         try:
             for counts in each_result(submit, todo, limit):
                 if config.remote:

@@ -131,7 +131,7 @@ def test_a_run_that_is_stopped_is_marked_and_gives_back_its_turn_folder_and_proc
         assert time.monotonic() < deadline
         time.sleep(0.05)
     if how is None:
-        server.prefect("flow-run", "cancel", run)
+        server.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     else:
         parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
         os.kill(parents.pop(), how)
