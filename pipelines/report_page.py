@@ -132,7 +132,7 @@ def _reason_bars(reasons: Counts) -> str:
 
 
 def _filters(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two tables side by side where there is room: what is always on, then what has a setting."""
+    """One row a filter: what is always on, then what has a setting, then the limits on captions."""
     cells = "".join(
         f'<tr class="{"zero" if not row["count"] else ""}"><td>{escape(row["filter"])}</td>'
         f"<td>{escape(row['setting'] or 'always on')}</td><td>{row['count']:,}</td></tr>"
