@@ -41,7 +41,7 @@ def least_range(data: bytes, mode: str) -> int:
         ValueError: as for ``decode``.
     """
     pixels = decode(data, mode, 1)
-    channel = pixels if mode == "L" else pixels[..., 1]
+    channel = pixels if mode == "L" else np.ascontiguousarray(pixels[..., 1])
     return max(0, int(channel.max()) - int(channel.min()) - 64)
 
 
