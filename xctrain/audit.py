@@ -110,6 +110,8 @@ def open_run(run_dir: Path, shards: Sequence[str] = (), *, begun: bool = False) 
     state = checkpoint.read_position(path)[0] if path else TrainState()
     if not state.segments:
         state = replace(state, segments=resume.next_segments(config, state, data))
+    ahead = [s for s in state.segments if s.first_n > state.samples_consumed and data.missing(s)]
+    state = replace(state, segments=tuple(s for s in state.segments if s not in ahead))  # those data were never read
     for segment in state.segments:
         if missing := data.missing(segment):
             folders = ", ".join(d.place for d in data.datasets)

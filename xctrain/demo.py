@@ -39,6 +39,8 @@ def main(_argv: Sequence[str]) -> int:
     python("xctrain", *train_arguments())
     say("proof: each sample of every epoch exactly once")
     python("xctrain", "audit", RUN)
+    say("what the step that was under way at the kill held")
+    python("xctrain", "batch", RUN, "--step", killed_at + 1, "--out", RUN / "killed-step.html")
     say("what the trained model says of blank pictures")
     blank = json.loads(python("xctrain", "evaluate", CONFIG, *settings(), "eval.blank=true", "--json", capture=True))
     bleu4 = {name: round(value, 4) for name, value in {**scores(), "blank": blank["bleu4"]}.items()}

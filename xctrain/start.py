@@ -83,8 +83,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
     notes += resume.describe_data(state, segments) if point else []
     order = data.order(segments)
     num_steps, end = resume.run_length(config, segments, order)
-    if point and config.train.num_steps is None and segments[-1].parts != state.segments[-1].parts:
-        before, _ = resume.run_length(config, state.segments, data.order(state.segments))
+    begun = [s for s in state.segments if not data.missing(s)]  # one that lay ahead may be of data that are no more
+    if begun and config.train.num_steps is None and segments[-1].parts != state.segments[-1].parts:
+        before, _ = resume.run_length(config, tuple(begun), data.order(begun))
         notes.append(f"{num_steps} steps in all instead of {before}; the learning rate follows")
     stream = Stream(order, config.train.global_batch, end)
     state = replace(state, segments=segments, keys_from=keys_from(config, state, point))
@@ -157,7 +158,9 @@ def require_one_folder(config: Config, ranks: "Ranks", plan: Plan) -> None:
     """
     path = config.run.dir / _LOCK
     held = path.read_text().strip() if path.exists() else "none"
-    sights = ranks.gather([(socket.gethostname(), held, plan.state.step, plan.state.segments[-1].manifest_id[:16])])
+    data = plan.state.segments[-1]
+    dataset = f"{data.manifest_id[:16]}{f' without list {data.quarantine_id[:16]}' if data.quarantine_id else ''}"
+    sights = ranks.gather([(socket.gethostname(), held, plan.state.step, dataset)])
     for rank, sight in enumerate(sights):
         if sight[1:] != sights[0][1:]:
             seen = [f"rank {r} on {h} sees lock {k}, step {s}, dataset {d}" for r, (h, k, s, d) in enumerate(sights)]

@@ -167,6 +167,22 @@ def test_dataset_that_lost_what_was_added_is_refused_once_it_was_trained_on(shar
         make_plan(config_of(shards, run, train__num_steps=12), 1)
 
 
+def test_added_shards_that_go_again_before_their_epoch_leave_no_trace(shards: Path, tmp_path: Path) -> None:
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    length = {"train__num_steps": None, "train__epochs": 2}
+    before = Manifest.load(shards)
+    train_here(shards, straight, **length)
+    train_here(shards, run, **length, stop_asked=lambda: runs.last_step(run) >= 3)
+    add_shards(shards, [10])
+    train_here(shards, run, **length, stop_asked=lambda: runs.last_step(run) >= 5)
+    before.save(shards)
+    assert audit_of(run).ok
+    state = train_here(shards, run, **length)
+    assert len(state.segments) == 1
+    assert runs.keys_by_step(run) == runs.keys_by_step(straight)
+    assert audit_of(run).ok
+
+
 def test_pending_shards_are_in_the_position_file_and_in_the_table(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
