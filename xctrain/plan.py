@@ -9,7 +9,7 @@ from shards.joined import SampleReader
 from shards.stream import accumulation, possible_world_sizes
 from xctrain import basemodel, largest, memory, resume
 from xctrain.config import Config
-from xctrain.data import open_data
+from xctrain.data import Data, open_data
 from xctrain.errors import ConfigError
 from xctrain.largest import Length
 from xctrain.loader import num_workers
@@ -109,7 +109,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
         most_gb={kind: tally.most[kind] / 1e9 for kind in KINDS} if tally else {},
         total_gb=sum(tally.peak.values()) / 1e9 if tally else None,
         refused=refused,
-        notes=[note],
+        notes=[*shares(data), note],
     )
 
 
@@ -130,6 +130,16 @@ def count_memory(
         return memory.foretell(
             family.module, batch, config.optim, precision=config.train.precision, keeps_gradients=keeps_gradients
         )
+
+
+def shares(data: Data) -> list[str]:
+    """What each dataset of a mix is of every global batch; nothing for a single one."""
+    counts = [source.repeat * source.num_samples for source in data.sources]
+    return [
+        f"{source.name}: {source.num_samples} samples x {source.repeat}, {count / sum(counts):.1%} of every global batch"
+        for source, count in zip(data.sources, counts, strict=True)
+        if len(counts) > 1
+    ]
 
 
 def histogram(tokens: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -401,6 +401,16 @@ def test_mix_trains_each_sample_as_often_as_its_dataset_repeats(shards: Path, ow
     }
 
 
+def test_plan_says_what_each_dataset_of_a_mix_is_of_every_batch(
+    shards: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f"data.shards={mixed(shards, own)}", f"run.dir={tmp_path / 'run'}"]
+    assert main.main(["plan", "configs/demo.yaml", *overrides, "--gpus", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "note: coco: 100 samples x 1, 70.4% of every global batch\n" in text
+    assert "note: own: 14 samples x 3, 29.6% of every global batch\n" in text
+
+
 def test_each_pass_of_a_repeated_dataset_draws_other_captions(shards: Path, own: Path, tmp_path: Path) -> None:
     from xctrain import audit
 
