@@ -64,10 +64,10 @@ def measure(folder: Path) -> dict[str, Any]:
         for micro_batches in batches:
             targets = sum(b.num_targets for b in micro_batches)
             for batch in micro_batches:
-                (run.module(batch) / targets).backward()
-            torch.nn.utils.clip_grad_norm_(run.trainable, 1.0)
-            run.optimizer.optimizer.step()
-            run.optimizer.optimizer.zero_grad()
+                (run.engine.module(batch) / targets).backward()
+            torch.nn.utils.clip_grad_norm_(run.engine.trainable, 1.0)
+            run.engine.optimizer.optimizer.step()
+            run.engine.optimizer.optimizer.zero_grad()
         bare_ms.append((time.perf_counter() - began) / STEPS * 1e3)
         began = time.perf_counter()
         train(run, plan.state)

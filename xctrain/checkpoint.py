@@ -9,7 +9,7 @@
         config.yaml            resolved config
         files.json             sizes and sha256 of the files above, written last
 
-Only tensors and JSON: loading never unpickles. Torch is imported only to save.
+Only tensors and JSON: loading never unpickles. The same for every parallel mode and number of ranks: tensors are whole.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from xctrain.errors import CheckpointError
 from xctrain.state import TrainState
 
 if TYPE_CHECKING:
-    import torch
+    from xctrain.tensors import Snapshot
 
 FILES = "files.json"
 POSITION = "position.json"
@@ -44,8 +44,7 @@ class Content:
     """Everything a checkpoint is made of, gathered on rank 0."""
 
     state: TrainState
-    module: "torch.nn.Module"
-    optimizer: "torch.optim.Optimizer"
+    snapshot: "Snapshot"
     scaler: Mapping[str, Any]
     rng: Sequence[Mapping[str, Any]]  # one entry a rank, from rng.capture
     config_yaml: str
@@ -135,10 +134,8 @@ class Checkpoints:
         return f"the newest whole checkpoint is {newest.name}" if newest else "there is no older checkpoint"
 
     def _require_space(self, content: Content, path: Path) -> None:
-        from xctrain import tensors
-
         self.folder.mkdir(parents=True, exist_ok=True)
-        needed = _SPARE_BYTES + tensors.num_bytes(content.module, content.optimizer)
+        needed = _SPARE_BYTES + content.snapshot.num_bytes()
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
@@ -164,9 +161,7 @@ def _steps_of(paths: Iterable[Path]) -> list[int]:
 
 
 def _require_finite_weights(content: Content, path: Path) -> None:
-    from xctrain import tensors
-
-    if bad := tensors.not_finite(content.module):
+    if bad := content.snapshot.not_finite():
         raise CheckpointError(
             f"{path}: not saved: {len(bad)} weights hold values that are not finite, first {bad[0]}; "
             "go on from the newest checkpoint with a lower optim.lr",
@@ -176,9 +171,7 @@ def _require_finite_weights(content: Content, path: Path) -> None:
 
 
 def _write(folder: Path, content: Content) -> None:
-    from xctrain import tensors
-
-    tensors.write(folder, content.module, content.optimizer)
+    content.snapshot.write(folder)
     _write_json(folder / RNG, {"ranks": list(content.rng)})
     _write_json(folder / SCALER, dict(content.scaler))
     _write_json(folder / POSITION, _position(content))

@@ -306,6 +306,15 @@ class TrainConfig(_Section):
         return self
 
 
+class ParallelConfig(_Section):
+    """How the processes share the model."""
+
+    mode: Literal["ddp", "fsdp"] = _trajectory(
+        "ddp",
+        "ddp: each holds all of it, fastest where it fits; fsdp: each holds a part of weights, gradients and optimizer (FSDP2)",
+    )
+
+
 class OptimConfig(_Section):
     """AdamW and its learning rate."""
 
@@ -351,6 +360,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -368,6 +378,21 @@ class Config(_Section):
             raise ValueError(
                 f"model.freeze is {list(self.model.freeze)}, adapter.kind is {self.adapter.kind}, which freezes the whole "
                 "base model; leave model.freeze empty and choose layers by adapter.targets"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _possible_in_mode(self) -> "Config":
+        mode = self.parallel.mode
+        if mode != "ddp" and self.adapter.kind == "qlora":
+            raise ValueError(
+                f"parallel.mode is {mode}, adapter.kind is qlora: weights in 4 bits cannot be cut over processes, their scales "
+                "belong to whole blocks; use parallel.mode=ddp, which a 4-bit model leaves room for, or adapter.kind=lora"
+            )
+        if mode != "ddp" and self.train.precision == "fp16":
+            raise ValueError(
+                f"parallel.mode is {mode}, train.precision is fp16: each process would see overflows of its own part alone "
+                "and scale by itself; use train.precision=bf16, or parallel.mode=ddp"
             )
         return self
 

@@ -78,7 +78,8 @@ def evaluate(family: "Family", dataset: Dataset, config: "EvalConfig", ranks: "R
             enter(f"captioning {config.split}, image {chunk[0]}")
             batch_rows = [_row(rows, index) for index in chunk]
             batch = family.collator(batch_rows).to(ranks.accelerator.device)
-            loss += float(family.module(batch))
+            with ranks.accelerator.autocast():
+                loss += float(family.module(batch))
             num_targets += batch.num_targets
             captions += _captions(family, reader, chunk, batch_rows, config)
         family.module.train(training)

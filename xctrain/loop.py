@@ -5,7 +5,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from xctrain.optim import learning_rate, set_learning_rate
 from xctrain.phase import enter
 from xctrain.run import Consumed, Run, StepMetrics
 from xctrain.state import Masked, TrainState, due
+from xctrain.tensors import Snapshot
 
 _MAX_OVERFLOWS = 20  # halvings of the fp16 loss scale on one batch before it counts as not finite
 
@@ -62,39 +62,23 @@ def train_step(run: Run, state: TrainState, micro_batches: Sequence[Batch], cons
         NotFiniteError: on every rank, before any update, if the policy is to raise.
     """
     lr = learning_rate(state.step, run.num_steps, run.config.optim)
-    set_learning_rate(run.optimizer, lr)
-    accelerator = run.ranks.accelerator
+    engine, scaler = run.engine, run.ranks.accelerator.scaler
+    set_learning_rate(engine.optimizer, lr)
     for overflows in range(_MAX_OVERFLOWS + 1):
-        losses = backward(run, micro_batches, consumed.num_targets)
-        grad_norm = float(accelerator.clip_grad_norm_(run.trainable, run.config.optim.max_grad_norm))
+        losses = [float(part) for part in engine.accumulate(micro_batches, consumed.num_targets)]
         loss, stop = run.ranks.sum_floats([sum(losses), float(run.stop_asked())])
-        overflow = accelerator.scaler is not None and np.isfinite(loss) and not np.isfinite(grad_norm)
+        engine.reduce()
+        grad_norm = engine.clip(run.config.optim.max_grad_norm)
+        overflow = scaler is not None and np.isfinite(loss) and not np.isfinite(grad_norm)
         if not overflow or overflows == _MAX_OVERFLOWS:
             break
-        run.optimizer.step()  # the scaler makes no update and lowers the scale; then the same batch runs again
-        run.optimizer.zero_grad()
+        engine.update()  # the scaler makes no update and lowers the scale; then the same batch runs again
     if not np.isfinite(loss) or not np.isfinite(grad_norm):  # the same verdict on every rank: both are sums over ranks
-        run.optimizer.zero_grad()
-        if accelerator.scaler is not None:
-            accelerator.scaler.update(accelerator.scaler.get_scale())  # keep the scale, forget that it was divided out
+        engine.drop()
         refuse(run, state, micro_batches, losses, loss, grad_norm)
         return None
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    engine.update()
     return StepMetrics(loss, grad_norm, lr, consumed.num_targets, stop > 0, overflows)
-
-
-def backward(run: Run, micro_batches: Sequence[Batch], num_targets: int) -> list[float]:
-    """Gradients of the global batch's token mean; this rank's share of the loss, by micro-batch."""
-    losses = []
-    for i, batch in enumerate(micro_batches):
-        last = i == len(micro_batches) - 1
-        with nullcontext() if last else run.ranks.accelerator.no_sync(run.model):
-            part = run.model(batch.to(run.ranks.accelerator.device)) / num_targets
-            # DDP averages over the ranks; multiplying by their number undoes it.
-            run.ranks.accelerator.backward(part * run.ranks.world_size)
-        losses.append(part.detach())
-    return [float(part) for part in losses]
 
 
 def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
@@ -198,15 +182,16 @@ def save(run: Run, state: TrainState) -> int:
     """
     enter(f"saving step {state.step}")
     generators = run.ranks.gather([rng.capture()])
+    snapshot = run.engine.snapshot()
     for log in (run.log, run.keys):
         if log:
             log.sync()
     run.ranks.barrier()  # what every rank trained on is durable before a checkpoint says so
     failure = None
-    if run.ranks.is_main:
+    if snapshot is not None:
         began = time.perf_counter()
         try:
-            path = run.checkpoints.save(_content(run, state, generators))
+            path = run.checkpoints.save(_content(run, state, snapshot, generators))
         except (TrainError, OSError) as error:
             failure = str(error)
         else:
@@ -224,12 +209,11 @@ def save(run: Run, state: TrainState) -> int:
     return state.samples_consumed
 
 
-def _content(run: Run, state: TrainState, generators: Sequence[dict[str, Any]]) -> Content:
+def _content(run: Run, state: TrainState, snapshot: Snapshot, generators: Sequence[dict[str, Any]]) -> Content:
     scaler = run.ranks.accelerator.scaler
     return Content(
         state=state,
-        module=run.module,
-        optimizer=getattr(run.optimizer, "optimizer", run.optimizer),
+        snapshot=snapshot,
         scaler=scaler.state_dict() if scaler else {},
         rng=generators,
         config_yaml=run.config.to_yaml(),

@@ -1,7 +1,6 @@
 """The processes of a run and what they tell each other. Accelerate underneath, asserted after set-up."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,16 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from shards.errors import UserError
 from xctrain.config import Config
 from xctrain.errors import ConfigError, TrainError
 
 T = TypeVar("T")
+
+# What a launcher's own config file asks for, as `accelerate launch --config_file` passes it on.
+_LAUNCHER_MODES = {"ACCELERATE_USE_FSDP": ("fsdp",), "ACCELERATE_USE_DEEPSPEED": ("zero1", "zero2", "zero3")}
 
 
 @dataclass(frozen=True)
@@ -122,22 +124,18 @@ def join(config: Config) -> Ranks:
     Raises:
         ConfigError: another world size, precision or device than asked for: Accelerate lowers each of them silently.
     """
-    # torch would rename this option; the new name still sends buffers at the start, so the old one is what we mean.
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses deterministic products
     use_gpu = torch.cuda.is_available()
     train = config.train
     if train.precision == "fp16" and not use_gpu:
         raise ConfigError("train.precision is fp16, there is no GPU; fp16 runs on GPUs only, use fp32 or bf16 here")
+    _require_same_mode(config.parallel.mode)
     with _met_or_named(train.timeout_s):
         accelerator = Accelerator(
             cpu=not use_gpu,
             mixed_precision="no" if train.precision == "fp32" else train.precision,
-            kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout_s)),
-                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            ],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=train.timeout_s))],
         )
     asked = train.processes or int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != asked:
@@ -156,3 +154,19 @@ def join(config: Config) -> Ranks:
         world_size=accelerator.num_processes,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
     )
+
+
+def _require_same_mode(mode: str) -> None:
+    """Require that a launcher which names a parallel mode names the config's.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    asked = [modes for variable, modes in _LAUNCHER_MODES.items() if os.environ.get(variable) == "true"]
+    if asked and mode not in asked[0]:
+        raise ConfigError(
+            f"parallel.mode is {mode}, the launcher's config file asks for {' or '.join(asked[0])}; set parallel.mode, or "
+            "take a file of distributed_type MULTI_GPU"
+        )
+    for variable in _LAUNCHER_MODES:  # Accelerate would wrap the model a second time, in its own way
+        os.environ.pop(variable, None)

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xctrain.checkpoint import Checkpoints
 from xctrain.config import Config
 from xctrain.loader import Loader
 from xctrain.log import JsonLines
+from xctrain.parallel import Engine
 from xctrain.ranks import Ranks
 from xctrain.spikes import SpikeWatch
 from xctrain.state import Masked, TrainState
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,7 @@ class Run:
 
     config: Config
     ranks: Ranks
-    model: "nn.Module"  # maps Batch to summed loss; wrapped for data-parallel training
-    module: "nn.Module"  # the same, unwrapped
-    optimizer: Any  # Accelerate's wrapper
-    trainable: "tuple[nn.Parameter, ...]"
+    engine: Engine  # the model, its optimizer and its gradients, as shared over the ranks
     loader: Loader
     num_steps: int
     end: int  # positions in the whole run

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from xctrain.collate import Batch
     from xctrain.loader import Loader
     from xctrain.models import Family
+    from xctrain.parallel import Engine
     from xctrain.ranks import Ranks
     from xctrain.run import Run, StepMetrics
 
 _LOCK = ".lock"
-_DRY_PASSES = 2  # backward passes after which DDP has packed its gradient buckets for good
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,10 @@ def start(
     """
     import torch
 
-    from xctrain import checkpoint, tensors
+    from xctrain import checkpoint
     from xctrain.firstbatch import write_first_batch
     from xctrain.memory import is_out_of_memory
     from xctrain.models.parameters import parameter_table
-    from xctrain.optim import make_optimizer
     from xctrain.run import Run
 
     if config.train.deterministic:  # not called with False: it imports torch's compiler, which takes a second
@@ -217,23 +216,21 @@ def start(
     found = ranks.agree(lambda: checked_largest(config, plan.data, family, model_id) if ranks.is_main else None)
     largest: list[Length] = ranks.from_main(found)
     loader = make_loader(config, ranks, plan, family, reading or Reading(plan.reader))
-    module = family.module.to(ranks.accelerator.device)
-    module.train()
     if ranks.is_main and (first := loader.first_batch(plan.state.samples_consumed)):
         write_first_batch(config.run.dir, family, first)
     batch = family.collator(rows_of(largest, plan.reader, config)).to(ranks.accelerator.device)
+    family.module.train()
     try:
-        model, optimizer = settle(ranks, module, batch, lambda: make_optimizer(module.parameters(), config.optim))
+        engine = settle(ranks, family.module, batch, config)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise out_of_memory(config, largest[0]) from error
     del batch
     if ranks.is_main:
-        print(parameter_table(module), file=sys.stderr)
+        print(parameter_table(family.module), file=sys.stderr)
     if plan.point:
-        tensors.load_weights(plan.point.path, module, every_trainable=True)
-        tensors.load_optimizer(plan.point.path, module, optimizer.optimizer)
+        engine.load(plan.point.path)
         if ranks.accelerator.scaler:
             ranks.accelerator.scaler.load_state_dict(checkpoint.read_json(plan.point.path, "scaler.json"))
     world = describe_world(config, ranks)
@@ -245,10 +242,7 @@ def start(
     return Run(
         config=config,
         ranks=ranks,
-        model=model,
-        module=module,
-        optimizer=optimizer,
-        trainable=tuple(p for p in module.parameters() if p.requires_grad),
+        engine=engine,
         loader=loader,
         num_steps=plan.num_steps,
         end=plan.stream.end,
@@ -260,7 +254,7 @@ def start(
         world=world,
         model_id=model_id,
         stop_asked=stop_asked,
-        evaluate=evaluator(config, ranks, family, plan, log),
+        evaluate=evaluator(config, ranks, engine, family, plan, log),
         show=show,
     )
 
@@ -286,38 +280,48 @@ def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family", re
     )
 
 
-def settle(
-    ranks: "Ranks", module: "nn.Module", batch: "Batch", make_optimizer: Callable[[], Any]
-) -> "tuple[nn.Module, Any]":
-    """Wrap model and optimizer, and run one micro-batch, the same at every start, without an update.
+def share(ranks: "Ranks", module: "nn.Module", config: Config) -> "Engine":
+    """The model shared over the ranks as ``parallel.mode`` says, and in no other way: asserted."""
+    from torch.distributed.tensor import DTensor
 
-    It freezes parameters that never get a gradient, on which DDP would wait for ever; it fills memory in the first
-    minute rather than the last, if the batch is the largest there is; and DDP packs its gradient buckets after its
-    first backward pass, which would make the first step after a resume add the ranks up in another order than the same
-    step of a run that was never killed.
+    from xctrain.parallel import Engine, Sharded
+
+    mode = config.parallel.mode
+    kinds: dict[str, type[Engine]] = {"ddp": Engine, "fsdp": Sharded}
+    engine = kinds[mode].wrap(ranks, module, config)
+    parameters = list(module.parameters())
+    assert engine.mode == mode
+    assert sum(isinstance(p, DTensor) for p in parameters) == (len(parameters) if mode == "fsdp" else 0)
+    return engine
+
+
+def settle(ranks: "Ranks", module: "nn.Module", batch: "Batch", config: Config) -> "Engine":
+    """Share the model over the ranks, and run one micro-batch, the same at every start, without an update.
+
+    It freezes parameters that never get a gradient, and fills memory in the first minute rather than the last, if the
+    batch is the largest there is.
     """
     import torch
 
-    from xctrain.models.parameters import parameters_without_gradient
+    from xctrain.optim import make_optimizer
 
     enter("dry step on the largest samples")
-    with ranks.accelerator.autocast():
-        loss = module(batch)
-    unused = set(parameters_without_gradient(loss, module))
-    del loss
-    for name, parameter in module.named_parameters():
-        if name in unused:
-            parameter.requires_grad_(False)
+    engine = share(ranks, module, config)
+    engine.accumulate([batch], 1)
+    unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    for name in unused:
+        module.get_parameter(name).requires_grad_(False)
     if unused and ranks.is_main:
         print(f"frozen, as they never get a gradient: {', '.join(sorted(unused))}", file=sys.stderr)
-    model, optimizer = ranks.accelerator.prepare(module, make_optimizer())
     # The optimizer's two means of each parameter, which a run has from its second step on.
-    means = [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
-    for _ in range(_DRY_PASSES):
-        (model(batch) * 0).backward()
-        optimizer.zero_grad()
+    means = [torch.empty_like(p) for p in engine.trainable for _ in range(2)]
+    engine.use_optimizer(make_optimizer(module.parameters(), config.optim))
+    if accumulation(config.train.global_batch, ranks.world_size, config.train.micro_batch) == 1:
+        engine.drop()  # else gradients are there when the second one begins
+    engine.accumulate([batch], 1)
+    engine.drop()
     del means
-    return model, optimizer
+    return engine
 
 
 def out_of_memory(config: Config, largest: Length) -> TrainError:
@@ -440,7 +444,7 @@ def previous_end(folder: Path, state: TrainState) -> dict[str, Any]:
 
 
 def evaluator(
-    config: Config, ranks: "Ranks", family: "Family", plan: Plan, log: JsonLines | None
+    config: Config, ranks: "Ranks", engine: "Engine", family: "Family", plan: Plan, log: JsonLines | None
 ) -> Callable[[TrainState], None] | None:
     """What scores the held-out split during the run, if the config asks for it."""
     if config.eval.every is None:
@@ -448,9 +452,10 @@ def evaluator(
     from xctrain.evaluate import evaluate, record
 
     def score(state: TrainState) -> None:
-        for number, dataset in enumerate(plan.held_out):
-            result = evaluate(family, dataset, config.eval, ranks)
-            if log:
-                record(result, config.run.dir, state, log, first=number == 0)
+        with engine.whole():
+            for number, dataset in enumerate(plan.held_out):
+                result = evaluate(family, dataset, config.eval, ranks)
+                if log:
+                    record(result, config.run.dir, state, log, first=number == 0)
 
     return score

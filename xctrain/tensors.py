@@ -4,6 +4,8 @@ A position in a list would mean nothing once a parameter is frozen or added.
 """
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from xctrain.errors import CheckpointError
 
@@ -20,33 +23,69 @@ OPTIMIZER_REST = "optimizer.json"
 NAMES = (MODEL, OPTIMIZER, OPTIMIZER_REST)
 
 
-def trainable(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that train, by name."""
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+@dataclass(frozen=True)
+class Snapshot:
+    """Trainable weights and the optimizer's state, whole, in this process's memory."""
+
+    weights: dict[str, torch.Tensor]  # by parameter name
+    slots: dict[str, torch.Tensor]  # the optimizer's tensors, as "slot:parameter name"
+    rest: dict[str, Any]  # its other values
+
+    def not_finite(self) -> list[str]:
+        """Names of weights that hold a value which is not finite."""
+        return [name for name, weight in self.weights.items() if not torch.isfinite(weight).all()]
+
+    def num_bytes(self) -> int:
+        """Size of what ``write`` writes, but for a few kB."""
+        return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.slots.values()))
+
+    def write(self, folder: Path) -> None:
+        """Write the files of it.
+
+        Raises:
+            OSError: a file could not be written.
+        """
+        save_tensors(self.weights, folder / MODEL)
+        save_tensors(self.slots, folder / OPTIMIZER)
+        (folder / OPTIMIZER_REST).write_text(json.dumps(self.rest, indent=1), encoding="utf-8")
 
 
-def not_finite(module: nn.Module) -> list[str]:
-    """Names of trainable weights that hold a value which is not finite."""
-    return [name for name, weight in trainable(module).items() if not torch.isfinite(weight).all()]
+def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot | None:
+    """A model's state; parts that lie on several ranks are joined by all of them together, tensor by tensor.
 
-
-def num_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Size of what ``write`` writes, but for a few kB."""
-    slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in (*trainable(module).values(), *slots))
-
-
-def write(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the trainable weights and the optimizer's state.
-
-    Raises:
-        OSError: a file could not be written.
+    None without ``keep``: for the ranks that only hand over their parts.
     """
-    weights = {name: weight.cpu().contiguous() for name, weight in trainable(module).items()}
-    tensors, rest = _optimizer_to_files(module, optimizer)
-    save_tensors(weights, folder / MODEL)
-    save_tensors(tensors, folder / OPTIMIZER)
-    (folder / OPTIMIZER_REST).write_text(json.dumps(rest, indent=1), encoding="utf-8")
+    names = {id(p): name for name, p in module.named_parameters()}
+    weights, slots = {}, {}
+    rest: dict[str, Any] = {"state": {}, "groups": []}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            weights[name] = _whole(parameter.detach(), keep)
+    for group in optimizer.param_groups:
+        values = {key: value for key, value in group.items() if key != "params"}
+        rest["groups"].append({**values, "params": [names[id(p)] for p in group["params"]]})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    slots[f"{slot}:{name}"] = _whole(value.detach(), keep)
+                else:
+                    rest["state"].setdefault(name, {})[slot] = value
+    return Snapshot(weights, slots, rest) if keep else None
+
+
+def _whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().contiguous() if keep else tensor.new_empty(0)
+
+
+def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, cut as ``like`` is; without asking another rank."""
+    if not isinstance(like, DTensor):
+        return tensor
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -69,65 +108,66 @@ def load_weights(path: Path, module: nn.Module, *, every_trainable: bool) -> Non
     Raises:
         CheckpointError: names or shapes differ from the module's.
     """
-    saved = load_file(path / MODEL)
     parameters = dict(module.named_parameters())
-    expected = {name for name, p in parameters.items() if p.requires_grad} if every_trainable else saved.keys()
-    if odd := sorted((saved.keys() ^ expected) | (saved.keys() - parameters.keys())):
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for name, weight in read_weights(path, module, shapes, every_trainable=every_trainable).items():
+            parameters[name].copy_(part_of(weight, parameters[name]))
+
+
+def read_weights(
+    path: Path, module: nn.Module, shapes: Mapping[str, Sequence[int]], *, every_trainable: bool = True
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights, whole, which must be the module's by name and shape.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    saved = load_file(path / MODEL)
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    expected = trained if every_trainable else saved.keys()
+    if odd := sorted((saved.keys() ^ expected) | (saved.keys() - shapes.keys())):
         raise CheckpointError(
             f"{path}: holds {len(saved)} trainable weights, the model has {len(expected)}; {len(odd)} names are on "
             f"one side only, first {odd[0]}; use the model.path, model.freeze and adapter that the run began with",
             path=path,
         )
-    with torch.no_grad():
-        for name, weight in saved.items():
-            if parameters[name].shape != weight.shape:
-                raise CheckpointError(
-                    f"{path}: {name} is {tuple(weight.shape)}, the model has {tuple(parameters[name].shape)}; "
-                    "use the model that the run began with",
-                    path=path,
-                )
-            parameters[name].copy_(weight)
+    for name, weight in saved.items():
+        if tuple(shapes[name]) != tuple(weight.shape):
+            raise CheckpointError(
+                f"{path}: {name} is {tuple(weight.shape)}, the model has {tuple(shapes[name])}; "
+                "use the model that the run began with",
+                path=path,
+            )
+    return saved
+
+
+def read_slots(path: Path) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors in a checkpoint, as "slot:parameter name"."""
+    return load_file(path / OPTIMIZER)
 
 
 def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a checkpoint's optimizer state into ``optimizer``, which holds parameters of ``module``."""
-    tensors = load_file(path / OPTIMIZER)
+    tensors = read_slots(path)
     rest = json.loads((path / OPTIMIZER_REST).read_text(encoding="utf-8"))
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["state"].items()}
     for key, tensor in tensors.items():
         slot, _, name = key.partition(":")
         state.setdefault(name, {})[slot] = tensor
-    names = _names(module)
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    names = {id(p): name for name, p in module.named_parameters()}
+    held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    order = list(held)
     if unknown := sorted(state.keys() - set(order)):
         raise CheckpointError(
             f"{path}: optimizer state for {unknown[0]}, which does not train here; "
             "use the model.freeze that the run began with",
             path=path,
         )
+    for name, slots in state.items():
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor) and value.shape == held[name].shape:
+                slots[slot] = part_of(value, held[name])
     values = optimizer.state_dict()
     values["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
     optimizer.load_state_dict(values)
-
-
-def _optimizer_to_files(
-    module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    names = _names(module)
-    tensors: dict[str, torch.Tensor] = {}
-    rest: dict[str, Any] = {"state": {}, "groups": []}
-    for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key != "params"}
-        rest["groups"].append({**values, "params": [names[id(p)] for p in group["params"]]})
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            for slot, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{slot}:{name}"] = value.detach().cpu().contiguous()
-                else:
-                    rest["state"].setdefault(name, {})[slot] = value
-    return tensors, rest
-
-
-def _names(module: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in module.named_parameters()}

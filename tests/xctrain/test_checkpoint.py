@@ -22,7 +22,17 @@ SEGMENT = Segment(0, 0, 0, 100, 12, "abc", "train", seed=7, fragment=32, window=
 
 
 def content(step: int, value: float = 1.0) -> Content:
-    """A small model after one update."""
+    """The checkpoint of a small model after one update."""
+    module, optimizer = updated(step, value)
+    state = TrainState(step=step, samples_consumed=12 * step, digest=step, segments=(SEGMENT,))
+    world = {"world_size": 1, "threads": 1}
+    snapshot = tensors.snapshot(module, optimizer)
+    assert snapshot is not None
+    return Content(state, snapshot, {}, [rng.capture()], "train: {num_steps: 9}\n", world, "tiny")
+
+
+def updated(step: int, value: float = 1.0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A small model and its optimizer after one update."""
     torch.manual_seed(step)
     module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     optimizer = make_optimizer(module.parameters(), OptimConfig())
@@ -30,9 +40,7 @@ def content(step: int, value: float = 1.0) -> Content:
     optimizer.step()
     with torch.no_grad():
         module[0].bias.fill_(value)
-    state = TrainState(step=step, samples_consumed=12 * step, digest=step, segments=(SEGMENT,))
-    world = {"world_size": 1, "threads": 1}
-    return Content(state, module, optimizer, {}, [rng.capture()], "train: {num_steps: 9}\n", world, "tiny")
+    return module, optimizer
 
 
 def whole_steps(checkpoints: Checkpoints) -> list[int]:
@@ -53,16 +61,16 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 
 def test_weights_and_optimizer_read_back_bit_by_bit(checkpoints: Checkpoints) -> None:
-    saved, other = content(5), content(6)
-    path = checkpoints.save(saved)
-    tensors.load_weights(path, other.module, every_trainable=True)
-    tensors.load_optimizer(path, other.module, other.optimizer)
-    for before, after in zip(saved.module.parameters(), other.module.parameters(), strict=True):
+    (module, optimizer), (other, others) = updated(5), updated(6)
+    path = checkpoints.save(content(5))
+    tensors.load_weights(path, other, every_trainable=True)
+    tensors.load_optimizer(path, other, others)
+    for before, after in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(before, after)
-        assert saved.optimizer.state[before].keys() == other.optimizer.state[after].keys()
-        for slot, value in saved.optimizer.state[before].items():
-            assert torch.equal(value, other.optimizer.state[after][slot])
-    assert checkpoint.read_position(path)[0] == saved.state
+        assert optimizer.state[before].keys() == others.state[after].keys()
+        for slot, value in optimizer.state[before].items():
+            assert torch.equal(value, others.state[after][slot])
+    assert checkpoint.read_position(path)[0] == content(5).state
 
 
 def test_nothing_in_a_checkpoint_is_pickled(checkpoints: Checkpoints) -> None:

@@ -52,7 +52,7 @@ def measured(config: Config) -> Tally:
     micro_batches = [batch] * (config.train.global_batch // config.train.micro_batch)
     consumed = Consumed(num_targets=batch.num_targets * len(micro_batches), digest=0, samples=0, masked=())
     tally = Tally()
-    with counting(tally, run.module, batch):
+    with counting(tally, run.engine.module, batch):
         for _ in range(2):
             tally.begin()
             train_step(run, plan.state, micro_batches, consumed)

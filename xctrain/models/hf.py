@@ -223,6 +223,7 @@ class HfFamily:
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 num_beams=1,
+                synced_gpus=False,  # each rank captions its own pictures, with all weights at hand
                 use_cache=True,
                 eos_token_id=sorted(end_ids),
                 pad_token_id=self.collator.pad_id,

@@ -1,0 +1,230 @@
+"""Every parallel mode trains the same, survives SIGKILL bit by bit, and saves what any other mode goes on from."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+from safetensors.numpy import load_file
+from small import config_of, train_here
+from tiny import open_tiny
+
+from xctrain.errors import ConfigError
+from xctrain.ranks import join
+
+NUM_STEPS = 12
+
+
+def settings(shards: Path, run: Path, mode: str, **changes: Any) -> list[str]:
+    return runs.settings(shards, run, parallel__mode=mode, train__num_steps=NUM_STEPS, train__save_every=3, **changes)
+
+
+def same_runs(one: Path, other: Path) -> None:
+    """They must not differ by a bit."""
+    assert runs.trajectory(one) == runs.trajectory(other)
+    assert len(runs.trajectory(one)) == NUM_STEPS
+    assert runs.key_files(one) == runs.key_files(other)
+    assert runs.weights(one, NUM_STEPS) == runs.weights(other, NUM_STEPS)
+
+
+@pytest.mark.parametrize("processes", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_fsdp_run_killed_twice_is_bit_identical(drawn_shards: Path, tmp_path: Path, processes: int) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    runs.finish(runs.launcher(settings(drawn_shards, straight, "fsdp"), processes))
+
+    for step in (4, 9):  # behind a checkpoint, and in the middle of one
+        runs.kill_at(runs.launcher(settings(drawn_shards, killed, "fsdp"), processes), killed, step)
+    runs.finish(runs.launcher(settings(drawn_shards, killed, "fsdp"), processes))
+
+    same_runs(killed, straight)
+    assert [line["previous_end"] for line in runs.events(killed, "start")] == [None, "killed", "killed"]
+
+
+def test_fsdp_goes_on_from_ddp_and_on_other_numbers_of_processes(drawn_shards: Path, tmp_path: Path) -> None:
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    whole = {"model__prompt": "no dropout"}
+    runs.finish(runs.launcher(settings(drawn_shards, straight, "ddp", **whole), 1))
+    changed = {**whole, "train__resume_with": "parallel.mode"}
+    for mode, processes, until in (("ddp", 2, 4), ("fsdp", 3, 8)):
+        runs.kill_at(runs.launcher(settings(drawn_shards, moved, mode, **changed), processes), moved, until)
+    runs.finish(runs.launcher(settings(drawn_shards, moved, "fsdp", **changed), 2))
+
+    assert runs.keys_by_step(moved) == runs.keys_by_step(straight)
+    losses = [[line["loss"] for line in runs.events(run, "step")] for run in (moved, straight)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert runs.events(moved, "start")[2]["notes"] == []
+    assert "accepted: parallel.mode was ddp, is fsdp" in runs.events(moved, "start")[1]["notes"]
+
+
+def test_gradient_of_a_step_is_the_same_in_every_mode(drawn_shards: Path, tmp_path: Path) -> None:
+    gradients = []
+    for mode, processes, micro_batch in (("ddp", 1, 12), ("ddp", 3, 2), ("fsdp", 2, 3), ("fsdp", 3, 2)):
+        run = tmp_path / f"{mode}{processes}"
+        changes = {"model__prompt": "no dropout", "optim__max_grad_norm": 1e9, "train__num_steps": 1}
+        changes |= {"train__micro_batch": micro_batch, "parallel__mode": mode}
+        runs.train(drawn_shards, run, processes, **changes)
+        gradients.append(runs.gradient(run, step=1, beta1=0.9))
+    norm = np.linalg.norm(gradients[0])
+    assert norm > 0.1
+    assert max(np.linalg.norm(g - gradients[0]) / norm for g in gradients) < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_batch_that_is_not_finite_on_one_rank_updates_none(drawn_shards: Path, tmp_path: Path, mode: str) -> None:
+    changes = {"train__num_steps": 4, "train__on_not_finite": "skip", "train__save_every": 1, "train__keep": 9}
+    arguments = runs.settings(drawn_shards, tmp_path, parallel__mode=mode, **changes)
+    command = [sys.executable, str(runs.TESTS / "xctrain" / "small.py"), "13", *arguments]
+    code = f"import sys; from xctrain.launch import launch; sys.exit(launch({command!r}, 3))"
+    runs.finish(runs.start([sys.executable, "-c", code]))
+
+    [skip] = runs.events(tmp_path, "skip")
+    assert (skip["step"], skip["samples_consumed"]) == (1, 24)
+    assert [(line["step"], line["samples_consumed"]) for line in runs.events(tmp_path, "step")] == [
+        (1, 12),
+        (2, 36),
+        (3, 48),
+    ]
+    # Position 12's update is missing, and those behind it start from the weights of step 1.
+    first, second = (load_file(tmp_path / "checkpoints" / f"step-0000000{i}" / "model.safetensors") for i in (1, 2))
+    assert all(np.isfinite(weight).all() for weight in second.values())
+    assert any((first[name] != second[name]).any() for name in first)
+
+
+def test_mode_that_was_asked_for_is_the_one_that_runs(drawn_shards: Path, tmp_path: Path) -> None:
+    """Each of three ranks holds a third of weights, gradients and means, and nothing whole."""
+    command = [sys.executable, __file__, *settings(drawn_shards, tmp_path, "fsdp"), "train.processes=3"]
+    code = f"import sys; from xctrain.launch import launch; sys.exit(launch({command!r}, 3))"
+    text = runs.finish(runs.start([sys.executable, "-c", code]))
+    held = [line.split()[1:] for line in text.splitlines() if line.startswith("held")]
+    assert len(held) == 3
+    for weights, gradients, means, whole in held:
+        assert 0.3 < int(weights) / int(whole) < 0.36
+        assert (gradients, means) == (weights, str(2 * int(weights)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"adapter__kind": "qlora"}, r"parallel.mode is fsdp, adapter.kind is qlora: weights in 4 bits cannot be cut"),
+        ({"train__precision": "fp16"}, r"parallel.mode is fsdp, train.precision is fp16: each process would see"),
+    ],
+)
+def test_pair_that_cannot_work_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config_of(tmp_path, tmp_path, parallel__mode="fsdp", **changes)
+
+
+def test_two_types_of_what_trains_are_refused(drawn_shards: Path, tmp_path: Path) -> None:
+    def mixed(*arguments: Any) -> Any:
+        family, name = open_tiny(*arguments)
+        family.module.get_submodule("mix").bfloat16()
+        return family, name
+
+    with pytest.raises(ConfigError, match="which wants one type of what trains, found bfloat16 and float32; use"):
+        train_here(drawn_shards, tmp_path, mixed, parallel__mode="fsdp")
+
+
+def test_launcher_that_asks_for_another_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match=r"parallel.mode is ddp, the launcher's config file asks for fsdp; set"):
+        join(config_of(tmp_path, tmp_path))
+
+
+def real(
+    base: Path, shards: Path, run: Path, processes: int, mode: str, **changes: Any
+) -> "runs.subprocess.Popen[str]":
+    """A run of a Hugging Face model, captions scored on the way. All dropout that there is is on."""
+    values = {"model__family": "hf", "model__path": base, "train__num_steps": 6, "train__save_every": 3, **changes}
+    values |= {"eval__every": 3, "eval__num_images": 5, "eval__micro_batch": 1, "eval__max_new_tokens": 3}
+    arguments = runs.settings(shards, run, parallel__mode=mode, **values)
+    return runs.start(
+        [sys.executable, "-m", "xctrain", "launch", os.devnull, "--processes", str(processes), *arguments]
+    )
+
+
+SLOW = pytest.mark.slow
+FAST = ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "adapter", "precision", "processes"),
+    [
+        pytest.param(kind, mode, adapter, precision, processes, marks=SLOW if slow else FAST)
+        for kind, mode, adapter, precision, processes, slow in [
+            ("qwen", "fsdp", "none", "fp32", 3, False),
+            ("llava", "fsdp", "lora", "bf16", 2, False),
+            ("qwen", "ddp", "lora", "fp32", 3, True),
+            ("llava", "fsdp", "none", "bf16", 3, True),
+            ("llava", "fsdp", "none", "fp32", 2, True),
+            ("llava", "fsdp", "lora", "fp32", 3, True),
+            ("qwen", "fsdp", "lora", "bf16", 3, True),
+            ("qwen", "fsdp", "none", "bf16", 1, True),
+            ("llava", "ddp", "none", "bf16", 3, True),
+            ("llava", "ddp", "none", "fp32", 2, True),
+            ("llava", "ddp", "qlora", "bf16", 3, True),
+            ("qwen", "ddp", "none", "fp32", 3, True),
+            ("qwen", "ddp", "qlora", "fp32", 2, True),
+        ]
+    ],
+)
+def test_small_models_resume_bit_by_bit(
+    drawn_shards: Path,
+    tmp_path: Path,
+    base_folders: Callable[[str], Path],
+    kind: str,
+    mode: str,
+    adapter: str,
+    precision: str,
+    processes: int,
+) -> None:
+    changes = {"adapter__kind": adapter, "train__precision": precision, "adapter__rank": 4, "adapter__dropout": 0.1}
+    changes |= {"model__gradient_checkpointing": True, "adapter__compute": "float32"}
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    runs.finish(real(base_folders(kind), drawn_shards, straight, processes, mode, **changes))
+    runs.kill_at(real(base_folders(kind), drawn_shards, killed, processes, mode, **changes), killed, step=4)
+    runs.finish(real(base_folders(kind), drawn_shards, killed, processes, mode, **changes))
+
+    assert runs.trajectory(killed) == runs.trajectory(straight)
+    assert len(runs.trajectory(killed)) == 6
+    assert runs.weights(killed, 6) == runs.weights(straight, 6)
+    scored = [[line["loss"] for line in runs.events(run, "eval")] for run in (killed, straight)]
+    assert scored[0] == scored[1]
+    assert len(scored[0]) == 3
+    assert scored[0][2] < scored[0][0]
+
+
+def show_held(argv: Sequence[str]) -> int:
+    """One rank: print how many numbers it holds of weights, gradients and means, and how many there are."""
+    from shards.settings import load_settings
+    from xctrain.config import Config
+    from xctrain.start import make_plan, start
+
+    config = load_settings(Config, None, argv)
+    ranks = join(config)
+    plan = make_plan(config, ranks.world_size)
+    family, name = open_tiny(config, ranks, plan)
+    run = start(config, ranks, plan, family, name, stop_asked=lambda: False, show=lambda *_: None)
+    engine = run.engine
+    [(micro_batches, _)] = islice(run.loader.global_batches(0), 1)
+    engine.accumulate(micro_batches, 100)
+    gradients = [p.grad for p in engine.trainable]
+    whole = sum(p.numel() for p in engine.trainable)
+    engine.clip(1.0)
+    parts = [sum(t.to_local().numel() for t in tensors) for tensors in (engine.trainable, gradients)]
+    engine.update()
+    means = [s[m] for s in engine.optimizer.optimizer.state.values() for m in ("exp_avg", "exp_avg_sq")]
+    print("held", *parts, sum(mean.to_local().numel() for mean in means), whole, flush=True)
+    ranks.barrier()
+    ranks.close()
+    return 0
+
+
+if __name__ == "__main__":
+    from shards import cli
+
+    sys.exit(cli.run(show_held))
