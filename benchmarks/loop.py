@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -101,8 +101,8 @@ class Prefetched:
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
 
-    def global_batches(self, start: int) -> Iterator[tuple[Any, float]]:
-        return ((batch, 0.0) for batch in self.batches)
+    def global_batches(self, start: int) -> Generator[tuple[Any, float], None, None]:
+        yield from ((batch, 0.0) for batch in self.batches)
 
 
 class NoCheckpoints:

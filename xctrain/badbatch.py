@@ -4,18 +4,88 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from xctrain.collate import Batch
 from xctrain.errors import NotFiniteError, TrainError
 from xctrain.loader import DAMAGED
-from xctrain.run import Consumed, Run
+from xctrain.loss import IGNORED
+from xctrain.memory import is_out_of_memory
+from xctrain.run import Consumed, OutOfMemory, Run
 from xctrain.state import Masked, TrainState
 from xctrain.tensors import save_tensors
 
 NOT_FINITE = "not_finite"  # reason of the slots of a skipped batch
+
+
+def accumulate(run: Run, batches: Sequence[Batch], num_targets: int) -> tuple[list[float], OutOfMemory | None]:
+    """This rank's losses of its micro-batches, whose gradients are there then, or what it had no memory for.
+
+    Raises:
+        TrainError: it had none, in a mode where the others are in the middle of an exchange with this rank by now.
+    """
+    try:
+        return [float(part) for part in run.engine.accumulate(batches, num_targets)], None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    key, tokens = max(map(largest_of, batches), key=lambda found: found[1])
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if run.engine.recovers:
+        return [], OutOfMemory(run.ranks.rank, key, tokens)
+    raise TrainError(
+        f"{key}: out of memory on rank {run.ranks.rank} at a batch whose largest sample this is, with {tokens} tokens; with "
+        f"parallel.mode={run.engine.mode} the ranks cannot go on from there together: lower train.micro_batch "
+        f"({run.loader.micro_batch}) and start again, the newest checkpoint goes on with it",
+        key=key,
+    )
+
+
+def largest_of(batch: Batch) -> tuple[str, int]:
+    """The sample with the most tokens, and their number: up to its last target."""
+    columns = torch.arange(1, batch.labels.shape[1] + 1)
+    tokens = ((batch.labels != IGNORED) * columns).amax(dim=1).tolist()
+    row = tokens.index(max(tokens))
+    return batch.keys[row * len(batch.keys) // len(tokens)], tokens[row]  # a slot may have several rows
+
+
+def with_smaller_micro_batches(run: Run, state: TrainState, found: OutOfMemory) -> Run:
+    """The run with micro-batches of half the size, twice as many a step, and a line that says so.
+
+    Raises:
+        TrainError: on every rank: they hold one sample each already.
+    """
+    step, size = state.step + 1, run.loader.micro_batch
+    share = run.config.train.global_batch // run.ranks.world_size
+    where = f"step {step}: out of memory on rank {found.rank}; the largest sample there is {found.key}, {found.tokens} tokens"
+    if size == 1:
+        raise TrainError(
+            f"{where}, alone in its micro-batch; set model.gradient_checkpointing=true, lower model.max_length for a build "
+            "without it, or use parallel.mode=fsdp",
+            key=found.key,
+            step=step,
+            on_every_rank=True,
+        )
+    smaller = max(n for n in range(1, size // 2 + 1) if share % n == 0)
+    if run.log:
+        tqdm.write(
+            f"{where}; the same batch runs again in micro-batches of {smaller}, not {size}, and so will the rest of this run; "
+            f"start it with train.micro_batch={smaller} from now on",
+            file=sys.stderr,
+        )
+        run.log.write(
+            event="out_of_memory",
+            step=step,
+            samples_consumed=state.samples_consumed,
+            **asdict(found),
+            micro_batch=smaller,
+        )
+    return replace(run, loader=replace(run.loader, micro_batch=smaller))
 
 
 def require_usable(run: Run, state: TrainState, consumed: Consumed) -> None:

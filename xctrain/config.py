@@ -309,9 +309,10 @@ class TrainConfig(_Section):
 class ParallelConfig(_Section):
     """How the processes share the model."""
 
-    mode: Literal["ddp", "fsdp"] = _trajectory(
+    mode: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = _trajectory(
         "ddp",
-        "ddp: each holds all of it, fastest where it fits; fsdp: each holds a part of weights, gradients and optimizer (FSDP2)",
+        "ddp: each holds all of it, fastest where it fits; fsdp: each holds a part of weights, gradients and optimizer "
+        "(FSDP2); zero1, zero2, zero3: DeepSpeed, a part of the optimizer, of gradients too, of weights too",
     )
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -159,7 +159,7 @@ class Loader:
         batch = _MicroBatches(self.rows, self.collator)[slots]
         return batch if isinstance(batch, Batch) else None
 
-    def global_batches(self, start: int) -> Iterator[tuple[list[Batch], float]]:
+    def global_batches(self, start: int) -> Generator[tuple[list[Batch], float], None, None]:
         """This rank's micro-batches of each step from ``start`` on, and the seconds that were spent waiting for them.
 
         Raises:

@@ -12,14 +12,14 @@ import torch
 
 from shards.hashing import slot_digest, text64
 from xctrain import rng
-from xctrain.badbatch import refuse, require_usable, skip_batch
+from xctrain.badbatch import accumulate, refuse, require_usable, skip_batch, with_smaller_micro_batches
 from xctrain.checkpoint import Content
 from xctrain.collate import Batch
 from xctrain.errors import TrainError
 from xctrain.loader import SURPLUS
 from xctrain.optim import learning_rate, set_learning_rate
 from xctrain.phase import enter
-from xctrain.run import Consumed, Run, StepMetrics
+from xctrain.run import Consumed, OutOfMemory, Run, StepMetrics
 from xctrain.state import Masked, TrainState, due
 from xctrain.tensors import Snapshot
 
@@ -33,11 +33,15 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     """
     saved = state.samples_consumed
     began = time.perf_counter()
-    for micro_batches, data_wait_s in run.loader.global_batches(start=state.samples_consumed):
+    batches = run.loader.global_batches(start=state.samples_consumed)
+    for micro_batches, data_wait_s in batches:
         enter(f"step {state.step + 1}")
         consumed = count_over_ranks(run, micro_batches)
         require_usable(run, state, consumed)
         metrics = train_step(run, state, micro_batches, consumed)
+        if isinstance(metrics, OutOfMemory):
+            batches.close()
+            return train(with_smaller_micro_batches(run, state, metrics), state)
         if metrics is None:
             state = skip_batch(run, state, micro_batches, consumed)
             continue
@@ -55,8 +59,11 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     return state, False
 
 
-def train_step(run: Run, state: TrainState, micro_batches: Sequence[Batch], consumed: Consumed) -> StepMetrics | None:
-    """One update from one global batch; None if loss or gradient are not finite and the policy is to skip.
+def train_step(
+    run: Run, state: TrainState, micro_batches: Sequence[Batch], consumed: Consumed
+) -> StepMetrics | OutOfMemory | None:
+    """One update from one global batch; none if memory ran out on a rank; None if loss or gradient are not finite and
+    the policy is to skip.
 
     Raises:
         NotFiniteError: on every rank, before any update, if the policy is to raise.
@@ -65,8 +72,11 @@ def train_step(run: Run, state: TrainState, micro_batches: Sequence[Batch], cons
     engine, scaler = run.engine, run.ranks.accelerator.scaler
     set_learning_rate(engine.optimizer, lr)
     for overflows in range(_MAX_OVERFLOWS + 1):
-        losses = [float(part) for part in engine.accumulate(micro_batches, consumed.num_targets)]
-        loss, stop = run.ranks.sum_floats([sum(losses), float(run.stop_asked())])
+        losses, too_large = accumulate(run, micro_batches, consumed.num_targets)
+        loss, stop, out_of_memory = run.ranks.sum_floats([sum(losses), run.stop_asked(), too_large is not None])
+        if out_of_memory:  # the same verdict on every rank, before the ranks wait for each other's gradients
+            engine.drop()
+            return next(filter(None, run.ranks.gather([too_large])))
         engine.reduce()
         grad_norm = engine.clip(run.config.optim.max_grad_norm)
         overflow = scaler is not None and np.isfinite(loss) and not np.isfinite(grad_norm)

@@ -5,7 +5,7 @@ Counted is what tensors hold. What a GPU's libraries and its allocator take besi
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from xctrain.models.parameters import parameters_without_gradient
 
 if TYPE_CHECKING:
     from xctrain.collate import Batch
-    from xctrain.config import OptimConfig
+    from xctrain.config import Config, OptimConfig
 
 WEIGHTS, ADAPTER, GRADIENTS, OPTIMIZER = "weights", "adapter", "gradients", "optimizer"
 BATCH, ACTIVATIONS, LOGITS, UPDATE = "batch", "activations", "logits", "update"
@@ -248,6 +248,58 @@ def _foretell(module: nn.Module, batch: "Batch", optim: "OptimConfig", precision
         del loss
         update()
     return tally
+
+
+def foretell_shared(
+    module: nn.Module, batch: "Batch", config: "Config", *, world_size: int, keeps_gradients: bool
+) -> Tally:
+    """The same for one of ``world_size`` ranks that share the model as ``parallel.mode`` says: an upper bound.
+
+    What each rank has a part of is counted by size; activations are those of a step with the weights at hand.
+    """
+    mode, precision = config.parallel.mode, config.train.precision
+    if mode == "ddp":
+        return foretell(module, batch, config.optim, precision=precision, keeps_gradients=keeps_gradients)
+    cuts_weights = mode in ("fsdp", "zero3")
+    trained = _bytes(p for p in module.parameters() if p.requires_grad)
+    weights = _bytes([*module.parameters(), *module.buffers()])
+    short = _AUTOCAST[precision].itemsize if mode == "fsdp" and precision in _AUTOCAST else None
+    gathered, reduced = _in_flight(module, short)
+    if short:  # gathered in this type, so no copies of weights in it are made in a step
+        module.to(_AUTOCAST[precision])
+    tally = foretell(module, batch, config.optim, precision=precision, keeps_gradients=False)
+    held = {kind: tally.most[kind] for kind in (BATCH, ACTIVATIONS, LOGITS)}
+    held[WEIGHTS] = weights // world_size + gathered if cuts_weights else weights
+    held[GRADIENTS] = trained // world_size + reduced if mode != "zero1" else trained
+    # DeepSpeed keeps a second copy of the weights that train, beside their two means.
+    held[OPTIMIZER] = trained * (2 if mode == "fsdp" else 3) // world_size
+    tally.peak, tally.most = held, Counter(held)
+    tally.most[UPDATE] = trained // world_size  # once activations are gone
+    return tally
+
+
+def _bytes(held: Iterable[Tensor], size: int | None = None) -> int:
+    return sum(t.numel() * (size or t.element_size()) for t in held)
+
+
+def _in_flight(module: nn.Module, size: int | None) -> tuple[int, int]:
+    """Most bytes of whole weights on a rank, and of whole gradients: two layers, and what is in no layer."""
+    found = layers(module)
+    inside = {id(p) for layer in found for p in layer.parameters()}
+    outside = [p for p in module.parameters() if id(p) not in inside]
+    gathered = _bytes(outside, size) + 2 * max((_bytes(layer.parameters(), size) for layer in found), default=0)
+    units = [outside, *(list(layer.parameters()) for layer in found)]
+    # As they come, and once more in float32 while the ranks add them up.
+    reduced = max(_bytes((p for p in unit if p.requires_grad), (size or 4) + 4) for unit in units)
+    return gathered, reduced
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a model, which sharing cuts one by one: members of its outermost lists."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += child.children() if isinstance(child, nn.ModuleList) else layers(child)
+    return [layer for layer in found if next(layer.parameters(), None) is not None]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

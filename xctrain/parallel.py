@@ -18,6 +18,7 @@ from xctrain import tensors
 from xctrain.collate import Batch
 from xctrain.config import Config
 from xctrain.errors import ConfigError
+from xctrain.memory import layers
 from xctrain.ranks import Ranks
 from xctrain.tensors import Snapshot
 
@@ -160,14 +161,6 @@ class Sharded(Engine):
             for part in parts:
                 part.reshard()
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
-
-
-def layers(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model: members of its outermost lists."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        found += child.children() if isinstance(child, nn.ModuleList) else layers(child)
-    return [layer for layer in found if next(layer.parameters(), None) is not None]
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

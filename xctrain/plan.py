@@ -37,6 +37,7 @@ class Plan:
     micro_batches: int | None  # per GPU and step; None where the GPUs cannot share the global batch
     workers: int  # loader workers per GPU
     mode: str  # full, lora or qlora
+    parallel: str  # ddp, fsdp or zero1 to zero3
     mean_tokens: float
     longest: Length  # the sample with the longest row
     largest: Length  # the one that takes the most memory; another one at most where a slot trains on all captions
@@ -81,7 +82,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
             f"{too_long[0].key} needs {too_long[0].tokens} tokens; set it to {max(x.tokens for x in too_long)} or more"
         )
     try:
-        tally = count_memory(config, family, data.reader, lengths, keeps_gradients=gpus > 1 or micro_batches != 1)
+        tally = count_memory(config, family, data.reader, lengths, gpus, keeps_gradients=micro_batches != 1)
         note = (
             "memory is that of tensors in a step on the largest samples; leave 1 to 2 GB for the GPU's libraries and its "
             "allocator, and more where evaluation captions many images at once (eval.micro_batch)"
@@ -100,6 +101,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
         micro_batches=micro_batches,
         workers=num_workers(config.data.workers, max(1, gpus)),
         mode={"none": "full"}.get(config.adapter.kind, config.adapter.kind),
+        parallel=config.parallel.mode,
         mean_tokens=sum(length.tokens for length in lengths) / len(lengths),
         longest=min(lengths, key=lambda length: (-length.tokens, length.key)),
         largest=largest.largest(iter(lengths), 1)[0],
@@ -114,9 +116,15 @@ def make_plan(config: Config, gpus: int) -> Plan:
 
 
 def count_memory(
-    config: Config, family: "Family", reader: SampleReader, lengths: Sequence[Length], *, keeps_gradients: bool
+    config: Config,
+    family: "Family",
+    reader: SampleReader,
+    lengths: Sequence[Length],
+    gpus: int,
+    *,
+    keeps_gradients: bool,
 ) -> Tally:
-    """The bytes of a step on the largest samples, without memory for weights.
+    """The bytes of a step on the largest samples on one of so many GPUs, without memory for weights.
 
     Raises:
         NeedsNumbersError: the model's code asks for numbers that depend on weights.
@@ -127,8 +135,8 @@ def count_memory(
     batch = family.collator(largest.rows_of(chosen, reader, config))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return memory.foretell(
-            family.module, batch, config.optim, precision=config.train.precision, keeps_gradients=keeps_gradients
+        return memory.foretell_shared(
+            family.module, batch, config, world_size=max(1, gpus), keeps_gradients=keeps_gradients
         )
 
 
@@ -169,7 +177,7 @@ def as_text(plan: Plan) -> str:
         lines.append(f"largest sample: {big.key}, {big.rows} captions a slot, rows of up to {big.tokens} tokens")
     lines.append("")
     if plan.total_gb is not None:
-        lines.append(f"memory of {plan.mode} training in GB per GPU   at the peak   at most")
+        lines.append(f"memory of {plan.mode} training ({plan.parallel}) in GB per GPU   at the peak   at most")
         for kind in (kind for kind in KINDS if plan.most_gb[kind]):
             lines.append(f"{kind:>38} {plan.memory_gb[kind]:>13.3f} {plan.most_gb[kind]:>9.3f}")
         lines += [f"{'sum':>38} {plan.total_gb:>13.3f}", ""]

@@ -57,3 +57,12 @@ class Consumed:
     samples: int  # slots without the surplus ones
     masked: tuple[Masked, ...]
     masked_on: tuple[int, ...] = ()  # the rank of each masked slot
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A rank had no memory for a micro-batch, and which sample of it is the largest. The same on every rank."""
+
+    rank: int
+    key: str
+    tokens: int

@@ -288,6 +288,10 @@ def share(ranks: "Ranks", module: "nn.Module", config: Config) -> "Engine":
 
     mode = config.parallel.mode
     kinds: dict[str, type[Engine]] = {"ddp": Engine, "fsdp": Sharded}
+    if mode not in kinds:
+        from xctrain.zero import Zero  # needs an optional library
+
+        kinds[mode] = Zero
     engine = kinds[mode].wrap(ranks, module, config)
     parameters = list(module.parameters())
     assert engine.mode == mode

@@ -81,13 +81,40 @@ def open_poisoned(*positions: int) -> OpenModel:
     return open_model
 
 
+class HungryModel(TinyModel):
+    """Has no memory for a micro-batch that holds the position, unless it is a small one."""
+
+    def __init__(self, position: int, most: int) -> None:
+        super().__init__(dropout=0.0)
+        self.position, self.most = position, most
+
+    def forward(self, batch: Batch) -> Tensor:
+        loss = super().forward(batch)
+        if self.position in batch.positions and len(batch.positions) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return loss
+
+
+def open_hungry(position: int, most: int) -> OpenModel:
+    """In the place of ``open_tiny``: a model for which some rank runs out of memory at one position."""
+
+    def open_model(config: Config, _ranks: Ranks, _plan: Plan) -> tuple[TinyFamily, str]:
+        torch.manual_seed(config.train.seed)
+        return TinyFamily(HungryModel(position, most)), "tiny"
+
+    return open_model
+
+
 if __name__ == "__main__":
-    # One rank of a real run: small.py POSITION,POSITION section.field=value ...
+    # One rank of a real run: small.py POSITION,POSITION section.field=value ..., or small.py POSITION/SIZE ...
     from shards import cli
     from xctrain.session import train_rank
 
     def main(argv: Sequence[str]) -> int:
-        poison = map(int, argv[0].split(","))
-        return train_rank(load_settings(Config, None, argv[1:]), open_poisoned(*poison))
+        if "/" in argv[0]:
+            model = open_hungry(*map(int, argv[0].split("/")))
+        else:
+            model = open_poisoned(*map(int, argv[0].split(",")))
+        return train_rank(load_settings(Config, None, argv[1:]), model)
 
     sys.exit(cli.run(main))

@@ -13,6 +13,7 @@ import runs
 from safetensors.numpy import load_file
 from small import config_of, train_here
 from tiny import open_tiny
+from torch.distributed.tensor import DTensor
 
 from xctrain.errors import ConfigError
 from xctrain.ranks import join
@@ -32,38 +33,63 @@ def same_runs(one: Path, other: Path) -> None:
     assert runs.weights(one, NUM_STEPS) == runs.weights(other, NUM_STEPS)
 
 
-@pytest.mark.parametrize("processes", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_fsdp_run_killed_twice_is_bit_identical(drawn_shards: Path, tmp_path: Path, processes: int) -> None:
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("mode", "processes"),
+    [
+        ("fsdp", 3),
+        ("zero2", 3),
+        *(pytest.param("fsdp", n, marks=SLOW) for n in (1, 2)),
+        *(
+            pytest.param(f"zero{stage}", n, marks=SLOW)
+            for stage in (1, 2, 3)
+            for n in (1, 2, 3)
+            if (stage, n) != (2, 3)
+        ),
+    ],
+)
+def test_run_killed_twice_is_bit_identical(drawn_shards: Path, tmp_path: Path, mode: str, processes: int) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    runs.finish(runs.launcher(settings(drawn_shards, straight, "fsdp"), processes))
+    runs.finish(runs.launcher(settings(drawn_shards, straight, mode), processes))
 
     for step in (4, 9):  # behind a checkpoint, and in the middle of one
-        runs.kill_at(runs.launcher(settings(drawn_shards, killed, "fsdp"), processes), killed, step)
-    runs.finish(runs.launcher(settings(drawn_shards, killed, "fsdp"), processes))
+        runs.kill_at(runs.launcher(settings(drawn_shards, killed, mode), processes), killed, step)
+    runs.finish(runs.launcher(settings(drawn_shards, killed, mode), processes))
 
     same_runs(killed, straight)
     assert [line["previous_end"] for line in runs.events(killed, "start")] == [None, "killed", "killed"]
 
 
-def test_fsdp_goes_on_from_ddp_and_on_other_numbers_of_processes(drawn_shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", ["fsdp", pytest.param("zero3", marks=SLOW), pytest.param("zero1", marks=SLOW)])
+def test_any_mode_goes_on_from_ddp_and_on_other_numbers_of_processes(
+    drawn_shards: Path, tmp_path: Path, second: str
+) -> None:
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     whole = {"model__prompt": "no dropout"}
     runs.finish(runs.launcher(settings(drawn_shards, straight, "ddp", **whole), 1))
     changed = {**whole, "train__resume_with": "parallel.mode"}
-    for mode, processes, until in (("ddp", 2, 4), ("fsdp", 3, 8)):
+    for mode, processes, until in (("ddp", 2, 4), (second, 3, 8)):
         runs.kill_at(runs.launcher(settings(drawn_shards, moved, mode, **changed), processes), moved, until)
-    runs.finish(runs.launcher(settings(drawn_shards, moved, "fsdp", **changed), 2))
+    runs.finish(runs.launcher(settings(drawn_shards, moved, second, **changed), 2))
 
     assert runs.keys_by_step(moved) == runs.keys_by_step(straight)
     losses = [[line["loss"] for line in runs.events(run, "step")] for run in (moved, straight)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert runs.events(moved, "start")[2]["notes"] == []
-    assert "accepted: parallel.mode was ddp, is fsdp" in runs.events(moved, "start")[1]["notes"]
+    assert f"accepted: parallel.mode was ddp, is {second}" in runs.events(moved, "start")[1]["notes"]
 
 
 def test_gradient_of_a_step_is_the_same_in_every_mode(drawn_shards: Path, tmp_path: Path) -> None:
     gradients = []
-    for mode, processes, micro_batch in (("ddp", 1, 12), ("ddp", 3, 2), ("fsdp", 2, 3), ("fsdp", 3, 2)):
+    for mode, processes, micro_batch in (
+        ("ddp", 1, 12),
+        ("ddp", 3, 2),
+        ("fsdp", 2, 3),
+        ("zero2", 3, 2),
+        ("zero3", 2, 3),
+    ):
         run = tmp_path / f"{mode}{processes}"
         changes = {"model__prompt": "no dropout", "optim__max_grad_norm": 1e9, "train__num_steps": 1}
         changes |= {"train__micro_batch": micro_batch, "parallel__mode": mode}
@@ -74,7 +100,9 @@ def test_gradient_of_a_step_is_the_same_in_every_mode(drawn_shards: Path, tmp_pa
     assert max(np.linalg.norm(g - gradients[0]) / norm for g in gradients) < 1e-6
 
 
-@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["fsdp", "zero2", *(pytest.param(mode, marks=SLOW) for mode in ("ddp", "zero1", "zero3"))]
+)
 def test_batch_that_is_not_finite_on_one_rank_updates_none(drawn_shards: Path, tmp_path: Path, mode: str) -> None:
     changes = {"train__num_steps": 4, "train__on_not_finite": "skip", "train__save_every": 1, "train__keep": 9}
     arguments = runs.settings(drawn_shards, tmp_path, parallel__mode=mode, **changes)
@@ -95,16 +123,19 @@ def test_batch_that_is_not_finite_on_one_rank_updates_none(drawn_shards: Path, t
     assert any((first[name] != second[name]).any() for name in first)
 
 
-def test_mode_that_was_asked_for_is_the_one_that_runs(drawn_shards: Path, tmp_path: Path) -> None:
-    """Each of three ranks holds a third of weights, gradients and means, and nothing whole."""
-    command = [sys.executable, __file__, *settings(drawn_shards, tmp_path, "fsdp"), "train.processes=3"]
+@pytest.mark.parametrize(
+    ("mode", "cut"), [("fsdp", "wgm"), ("zero2", "gm"), pytest.param("zero1", "m", marks=SLOW), ("zero3", "wgm")]
+)
+def test_mode_that_was_asked_for_is_the_one_that_runs(drawn_shards: Path, tmp_path: Path, mode: str, cut: str) -> None:
+    """Each of three ranks holds a third of what the mode cuts, and all of what it does not."""
+    command = [sys.executable, __file__, *settings(drawn_shards, tmp_path, mode), "train.processes=3"]
     code = f"import sys; from xctrain.launch import launch; sys.exit(launch({command!r}, 3))"
     text = runs.finish(runs.start([sys.executable, "-c", code]))
     held = [line.split()[1:] for line in text.splitlines() if line.startswith("held")]
     assert len(held) == 3
-    for weights, gradients, means, whole in held:
-        assert 0.3 < int(weights) / int(whole) < 0.36
-        assert (gradients, means) == (weights, str(2 * int(weights)))
+    for weights, gradients, means, whole in (map(int, numbers) for numbers in held):
+        for kind, share in zip("wgm", (weights / whole, gradients / whole, means / whole / 2), strict=True):
+            assert (0.3 < share < 0.36) if kind in cut else (share == 1), (kind, share)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +178,6 @@ def real(
     )
 
 
-SLOW = pytest.mark.slow
 FAST = ()
 
 
@@ -164,6 +194,11 @@ FAST = ()
             ("llava", "fsdp", "lora", "fp32", 3, True),
             ("qwen", "fsdp", "lora", "bf16", 3, True),
             ("qwen", "fsdp", "none", "bf16", 1, True),
+            ("llava", "zero2", "none", "bf16", 2, True),
+            ("llava", "zero2", "lora", "fp32", 3, True),
+            ("llava", "zero3", "lora", "bf16", 3, True),
+            ("qwen", "zero2", "lora", "bf16", 3, True),
+            ("qwen", "zero3", "none", "fp32", 2, True),
             ("llava", "ddp", "none", "bf16", 3, True),
             ("llava", "ddp", "none", "fp32", 2, True),
             ("llava", "ddp", "qlora", "bf16", 3, True),
@@ -198,6 +233,11 @@ def test_small_models_resume_bit_by_bit(
     assert scored[0][2] < scored[0][0]
 
 
+def held(tensor: Any) -> int:
+    """Numbers that this rank holds of a tensor."""
+    return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel())
+
+
 def show_held(argv: Sequence[str]) -> int:
     """One rank: print how many numbers it holds of weights, gradients and means, and how many there are."""
     from shards.settings import load_settings
@@ -212,13 +252,19 @@ def show_held(argv: Sequence[str]) -> int:
     engine = run.engine
     [(micro_batches, _)] = islice(run.loader.global_batches(0), 1)
     engine.accumulate(micro_batches, 100)
-    gradients = [p.grad for p in engine.trainable]
-    whole = sum(p.numel() for p in engine.trainable)
+    engine.reduce()
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in engine.trainable)
+    weights = sum(held(getattr(p, "ds_tensor", p)) for p in engine.trainable)
+    if config.parallel.mode.startswith("zero"):
+        # DeepSpeed's own place for its part; before stage 2 gradients stay with their weights as well.
+        kept = [g for group in engine.optimizer.averaged_gradients.values() for g in group]
+        gradients = sum(map(held, kept)) if engine.stage > 1 else sum(held(p.grad) for p in engine.trainable)
+    else:
+        gradients = sum(held(p.grad) for p in engine.trainable)
     engine.clip(1.0)
-    parts = [sum(t.to_local().numel() for t in tensors) for tensors in (engine.trainable, gradients)]
     engine.update()
     means = [s[m] for s in engine.optimizer.optimizer.state.values() for m in ("exp_avg", "exp_avg_sq")]
-    print("held", *parts, sum(mean.to_local().numel() for mean in means), whole, flush=True)
+    print("held", weights, gradients, sum(map(held, means)), whole, flush=True)
     ranks.barrier()
     ranks.close()
     return 0

@@ -199,7 +199,7 @@ def test_memory_that_depends_on_weights_cannot_be_foretold(drawn_shards: Path, t
     lengths = list(all_lengths(data, family.row_lengths(), config))
 
     with pytest.raises(NeedsNumbersError, match=r"the code of Picky asks for numbers .* \(aten.nonzero.default\)"):
-        count_memory(config, family, data.reader, lengths, keeps_gradients=False)
+        count_memory(config, family, data.reader, lengths, 1, keeps_gradients=False)
 
 
 class Watched(TinyModel):

@@ -64,8 +64,9 @@ def _sizes_by_block(model: nn.Module) -> dict[str, tuple[int, int]]:
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         block = ".".join(parts[: 2 if len(parts) > 2 else 1])
-        # Two weights in 4 bits share a byte, which counts as one number of uint8.
-        size = math.prod(getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape))
+        # Two weights in 4 bits share a byte, which counts as one number of uint8; DeepSpeed leaves a part of a weight.
+        whole = getattr(parameter, "quant_state", None)
+        size = math.prod(getattr(whole, "shape", getattr(parameter, "ds_shape", parameter.shape)))
         trained[block] += size if parameter.requires_grad else 0
         frozen[block] += 0 if parameter.requires_grad else size
     return {block: (trained[block], frozen[block]) for block in trained}
