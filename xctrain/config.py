@@ -319,6 +319,11 @@ class ParallelConfig(_Section):
 class OptimConfig(_Section):
     """AdamW and its learning rate."""
 
+    name: Literal["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit"] = _trajectory(
+        "adamw",
+        "adamw: 8 bytes a weight for its two means in float32; adamw8bit: 2, nearly the same updates; paged: moved to the "
+        "machine's memory while a GPU has none left, GPUs only",
+    )
     lr: PositiveFloat = _trajectory(1e-3, "peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = _trajectory("cosine", "what follows the warm-up")
     warmup_steps: Annotated[int, Field(ge=0)] = _trajectory(20, "steps of linear warm-up from 0")
@@ -389,6 +394,11 @@ class Config(_Section):
             raise ValueError(
                 f"parallel.mode is {mode}, adapter.kind is qlora: weights in 4 bits cannot be cut over processes, their scales "
                 "belong to whole blocks; use parallel.mode=ddp, which a 4-bit model leaves room for, or adapter.kind=lora"
+            )
+        if mode != "ddp" and self.optim.name != "adamw":
+            raise ValueError(
+                f"parallel.mode is {mode}, optim.name is {self.optim.name}: its means in blocks cannot be cut over processes; "
+                "use optim.name=adamw, of which each process holds a part, or parallel.mode=ddp"
             )
         if mode != "ddp" and self.train.precision == "fp16":
             raise ValueError(

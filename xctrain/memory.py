@@ -198,13 +198,22 @@ def foretell(
     Raises:
         NeedsNumbersError: it cannot be known without the numbers.
     """
+    plain = optim.model_copy(update={"name": "adamw"})
     try:
-        return _foretell(module, batch, optim, precision, keeps_gradients)
+        tally = _foretell(module, batch, plain, precision, keeps_gradients)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         where = f" ({error.func})" if hasattr(error, "func") else ""
         raise NeedsNumbersError(
             f"the code of {type(module).__name__} asks for numbers that depend on weights{where}"
         ) from error
+    if optim.name.endswith("8bit"):
+        # Two bytes a weight and two numbers a block of 256; small tensors stay in float32. Updated in place.
+        sizes = [p.numel() for p in module.parameters() if p.requires_grad]
+        means = sum(2 * n + 8 * (n // 256) if n >= 4096 else 8 * n for n in sizes)
+        tally.peak |= {OPTIMIZER: means, UPDATE: 0}
+        tally.most |= {OPTIMIZER: means, UPDATE: 0}
+        tally.most[UPDATE] = 0
+    return tally
 
 
 def _foretell(module: nn.Module, batch: "Batch", optim: "OptimConfig", precision: str, keeps_gradients: bool) -> Tally:

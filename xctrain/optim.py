@@ -23,15 +23,20 @@ def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices only."""
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters, as ``optim.name`` says; weight decay on matrices only."""
     trainable = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
+    if config.name != "adamw":
+        from xctrain.models.eightbit import make_eightbit
+
+        return make_eightbit(groups, config)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         foreach=True,

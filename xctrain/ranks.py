@@ -130,6 +130,11 @@ def join(config: Config) -> Ranks:
     train = config.train
     if train.precision == "fp16" and not use_gpu:
         raise ConfigError("train.precision is fp16, there is no GPU; fp16 runs on GPUs only, use fp32 or bf16 here")
+    if config.optim.name.startswith("paged") and not use_gpu:
+        raise ConfigError(
+            f"optim.name is {config.optim.name}, there is no GPU whose memory could be lent out; use "
+            f"{config.optim.name.removeprefix('paged_')} here"
+        )
     _require_same_mode(config.parallel.mode)
     with _met_or_named(train.timeout_s):
         accelerator = Accelerator(

@@ -317,8 +317,8 @@ def settle(ranks: "Ranks", module: "nn.Module", batch: "Batch", config: Config) 
         module.get_parameter(name).requires_grad_(False)
     if unused and ranks.is_main:
         print(f"frozen, as they never get a gradient: {', '.join(sorted(unused))}", file=sys.stderr)
-    # The optimizer's two means of each parameter, which a run has from its second step on.
-    means = [torch.empty_like(p) for p in engine.trainable for _ in range(2)]
+    # The optimizer's two means of each parameter, which a run has from its second step on; some take theirs at once.
+    means = [torch.empty_like(p) for p in engine.trainable for _ in range(2)] if config.optim.name == "adamw" else []
     engine.use_optimizer(make_optimizer(module.parameters(), config.optim))
     if accumulation(config.train.global_batch, ranks.world_size, config.train.micro_batch) == 1:
         engine.drop()  # else gradients are there when the second one begins

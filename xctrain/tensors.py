@@ -67,6 +67,8 @@ def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool 
         for parameter in group["params"]:
             name = names[id(parameter)]
             for slot, value in optimizer.state.get(parameter, {}).items():
+                if slot.startswith("qmap"):
+                    continue  # bitsandbytes' own table, the same for all
                 if isinstance(value, torch.Tensor):
                     slots[f"{slot}:{name}"] = _whole(value.detach(), keep)
                 else:
@@ -157,17 +159,20 @@ def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimiz
         state.setdefault(name, {})[slot] = tensor
     names = {id(p): name for name, p in module.named_parameters()}
     held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    order = list(held)
-    if unknown := sorted(state.keys() - set(order)):
+    if unknown := sorted(state.keys() - held.keys()):
         raise CheckpointError(
             f"{path}: optimizer state for {unknown[0]}, which does not train here; "
             "use the model.freeze that the run began with",
             path=path,
         )
     for name, slots in state.items():
+        parameter = held[name]
+        there = optimizer.state[parameter]
         for slot, value in slots.items():
-            if isinstance(value, torch.Tensor) and value.shape == held[name].shape:
-                slots[slot] = part_of(value, held[name])
-    values = optimizer.state_dict()
-    values["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
-    optimizer.load_state_dict(values)
+            if not isinstance(value, torch.Tensor):
+                there[slot] = value
+            elif isinstance(there.get(slot), torch.Tensor):  # where the optimizer has put it
+                there[slot].copy_(value)
+            else:
+                part = part_of(value, parameter) if value.shape == parameter.shape else value
+                there[slot] = part if slot == "step" else part.to(parameter.device)  # AdamW wants its step on the CPU

@@ -1,10 +1,19 @@
 """The learning rate and the optimizer's groups."""
 
+import shutil
+from pathlib import Path
+
 import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+from small import config_of
 from torch import nn
 
 from xctrain.config import OptimConfig
+from xctrain.errors import ConfigError
 from xctrain.optim import learning_rate, make_optimizer, set_learning_rate
+from xctrain.ranks import join
 
 
 def test_warm_up_rises_linearly_to_the_peak() -> None:
@@ -47,3 +56,47 @@ def test_set_learning_rate_reaches_every_group() -> None:
     optimizer = make_optimizer(nn.Linear(3, 2).parameters(), OptimConfig())
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_paged_optimizer_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(
+        ConfigError, match=r"optim.name is paged_adamw8bit, there is no GPU whose memory .*; use adamw8bit"
+    ):
+        join(config_of(tmp_path, tmp_path, optim__name="paged_adamw8bit"))
+
+
+def test_means_in_blocks_cannot_be_cut_over_processes(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"parallel.mode is fsdp, optim.name is adamw8bit: its means in blocks cannot"
+    ):
+        config_of(tmp_path, tmp_path, optim__name="adamw8bit", parallel__mode="fsdp")
+
+
+def test_run_with_means_in_8_bits_goes_on_bit_by_bit(drawn_shards: Path, tmp_path: Path) -> None:
+    changes = {"optim__name": "adamw8bit", "train__num_steps": 10}
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    runs.train(drawn_shards, straight, 3, **changes)
+    shutil.copytree(straight, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-00000010")
+    runs.train(drawn_shards, stopped, 3, **changes)
+
+    assert runs.trajectory(stopped) == runs.trajectory(straight)
+    assert runs.weights(stopped, 10) == runs.weights(straight, 10)
+    means = load_file(straight / "checkpoints" / "step-00000010" / "optimizer.safetensors")
+    assert means["state1:embedding.weight"].dtype == torch.uint8
+    assert means["state1:norm.weight"].dtype == torch.float32
+    losses = [line["loss"] for line in runs.events(straight, "step")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["paged_adamw", "paged_adamw8bit"])
+def test_run_with_paged_means_goes_on_bit_by_bit(drawn_shards: Path, tmp_path: Path, name: str) -> None:
+    changes = {"optim__name": name, "train__num_steps": 10, "train__deterministic": True}
+    runs.train(drawn_shards, tmp_path, 1, **changes)
+    before, weights = runs.trajectory(tmp_path), runs.weights(tmp_path, 10)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000010")
+    runs.train(drawn_shards, tmp_path, 1, **changes)
+    assert (runs.trajectory(tmp_path), runs.weights(tmp_path, 10)) == (before, weights)

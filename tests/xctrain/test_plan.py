@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,28 @@ def test_where_a_slot_trains_on_all_captions_the_sample_with_most_in_all_is_the_
         lengths = basemodel.open_family(config, empty=True).row_lengths()
         assert find_largest(data_of(tmp_path), lengths, config)[0] == plan.largest
     assert "largest sample: 000000000002, 3 captions a slot, rows of up to" in as_text(plan)
+
+
+def test_shared_model_is_foretold_by_what_each_gpu_has_of_it(
+    drawn_shards: Path, tmp_path: Path, base_folders: Callable[[str], Path]
+) -> None:
+    def plan_of(mode: str, **changes: Any) -> dict[str, float]:
+        settings = {"model__family": "hf", "model__path": base_folders("llava"), "parallel__mode": mode, **changes}
+        plan = make_plan(config_of(drawn_shards, tmp_path, **settings), gpus=3)
+        assert plan.parallel == mode
+        return plan.memory_gb
+
+    ddp, fsdp, zero2 = plan_of("ddp"), plan_of("fsdp"), plan_of("zero2")
+    small = 1e-6  # a remainder of a division, and a step count a weight
+    assert fsdp["optimizer"] == pytest.approx(ddp["optimizer"] / 3, abs=1e3 * small)
+    assert ddp["weights"] / 3 < fsdp["weights"] < ddp["weights"]
+    assert ddp["gradients"] / 3 < fsdp["gradients"]
+    assert zero2["weights"] == ddp["weights"]
+    assert zero2["optimizer"] == pytest.approx(ddp["optimizer"] / 2, abs=1e3 * small)
+    assert fsdp["activations"] >= ddp["activations"] - small
+
+    eight = plan_of("ddp", optim__name="adamw8bit")
+    assert 0.2 < eight["optimizer"] / ddp["optimizer"] < 0.5
 
 
 class Picky(TinyModel):

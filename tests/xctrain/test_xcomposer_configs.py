@@ -22,7 +22,8 @@ MACHINES = [
     ("xcomposer-lora", [], 8, 4),
     ("xcomposer-lora", ["train.micro_batch=1", "eval.micro_batch=1", "model.hd_num=1"], 4, 32),
     ("xcomposer-lora", ["train.micro_batch=1", "eval.micro_batch=1", "model.hd_num=1"], 1, 128),
-    ("xcomposer-full", [], 8, 8),
+    ("xcomposer-full", [], 8, 4),
+    ("xcomposer-full", [], 4, 8),
 ]
 
 
@@ -65,11 +66,6 @@ def test_sizes_in_the_comments_are_those_of_the_published_model() -> None:
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
 
     assert adapters == 150_994_944
-    assert round((4 * sum(sizes.values()) + 16 * sum(trained.values())) / 1e9) == 58
-    assert {name.split(".")[2] for name in trained if name.startswith("model.layers.")} == set(map(str, range(26, 32)))
-    assert {name for name in trained if not name.startswith("model.layers.")} == {
-        "plora_glb_GN",
-        "plora_sub_GN",
-        "model.norm.weight",
-        *(f"vision_proj.{i}.{leaf}" for i in (0, 2) for leaf in ("weight", "bias")),
-    }
+    assert round((4 * sum(sizes.values()) + 12 * sum(trained.values())) / 1e9) == 135
+    assert round(sum(trained.values()) / 1e8) == 84
+    assert set(sizes) - set(trained) == {name for name in sizes if name.startswith("vit.")}
