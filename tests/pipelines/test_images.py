@@ -97,3 +97,16 @@ def test_wrong_paths_are_refused(folder, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             open_images(path)
+
+
+def test_a_file_that_several_places_have_is_not_chosen_from(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "both.jpg").write_bytes(name.encode())
+        (tmp_path / name / f"{name}.jpg").write_bytes(name.encode())
+    images = open_images({"kind": "several", "places": [str(tmp_path / "one"), str(tmp_path / "two")]})
+    assert (images.read("one.jpg"), images.read("two.jpg")) == (b"one", b"two")
+    assert images.stamp("both.jpg") == Rejection(
+        Reason.MISSING_FILE, "2 of the places of images have it; say which is meant"
+    )
+    assert images.stamp("none.jpg") == open_images(tmp_path / "one").stamp("none.jpg")
