@@ -36,6 +36,7 @@ class Upload:
         """
         self._folder, self._overwrite = folder, overwrite
         self._remote = Remote(address)
+        self._remote.require_bucket()
         self._there = self._remote.list()
         self._sent = self._remembered(address)
         self._before = self._published()

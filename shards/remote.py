@@ -157,9 +157,26 @@ class Remote:
         """Copy a file here."""
         self._try(name, lambda: self._fs.get_file(self._path(name), str(path)))
 
+    def require_bucket(self) -> None:
+        """Check that there is something to store files in.
+
+        Raises:
+            ConfigError: there is no such bucket.
+        """
+        bucket = self._root.partition("/")[0]
+        try:
+            self._try("", lambda: self._fs.info(bucket))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self}: there is no bucket {bucket}; make it, or check the address", path=str(self)
+            ) from None
+
     def put(self, name: str, path: Path) -> None:
         """Store a local file under ``name``: whole or not at all, in place of what was there."""
-        self._try(name, lambda: self._fs.put_file(str(path), self._path(name)))
+        try:
+            self._try(name, lambda: self._fs.put_file(str(path), self._path(name)))
+        except FileNotFoundError as error:
+            raise RemoteError(f"{self}/{name}: {_said(error)}; check the address") from None
         found, size = self.find(name), path.stat().st_size
         if found is None or found.num_bytes != size:
             where = f"has {found.num_bytes} bytes" if found else "is not there"

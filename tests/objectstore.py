@@ -1,7 +1,6 @@
 """An S3 server of the tests' own (moto) on this machine, in a process that can be killed."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +8,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
+import s3fs
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -51,37 +53,24 @@ class ObjectStore:
                 assert time.monotonic() < deadline, "the S3 server does not start"
                 time.sleep(0.05)
 
-    def pause(self) -> None:
-        """Let it be silent: connections are taken and never answered."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
-    def reset(self) -> None:
-        """Empty it."""
-        request = urllib.request.Request(f"{self.url}/moto-api/reset", method="POST")
-        with urllib.request.urlopen(request, timeout=10):
-            pass
-        request = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
-        with urllib.request.urlopen(request, timeout=10):
-            pass
-
 
 @contextmanager
 def running() -> Iterator[ObjectStore]:
-    """A store that lives as long as the block."""
+    """A store that lives as long as the block, in which the environment names it and its credentials."""
     store = ObjectStore()
-    store.start()
-    try:
-        yield store
-    finally:
-        store.kill()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": store.url}.items():
+            patch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()  # they remember the store of another block
+        store.start()
+        try:
+            yield store
+        finally:
+            store.kill()
+            s3fs.S3FileSystem.clear_instance_cache()

@@ -137,6 +137,21 @@ def test_every_parameter_of_the_form_is_described(ask):
     assert schema.definitions["RunConfig"]["properties"]["runner"]["enum"] == ["processes", "threads", "dask", "ray"]
 
 
+def test_an_addition_is_a_flow_run_of_its_own(ask, command, config_file, coco, pictures, tmp_path):
+    process = command("build", config_file, "--plain", "build.processes=2")
+    process.communicate(timeout=60)
+    files = {f"{i}.jpg": pictures.encode(pictures.photo(i)) for i in range(700, 704)}
+    more = coco(tmp_path / "more", files, first_id=700)
+    process = command("add", tmp_path / "out", config_file, f"source={more}", "build.processes=2")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "4 added (train 4) to now 33 (train 28, val 5), 0 rejected" in output
+    assert "Traceback" not in errors
+    flows = {flow["id"]: flow["name"] for flow in ask("/flows/filter", {})}
+    runs = ask("/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    assert [(flows[run["flow_id"]], run["state_type"]) for run in runs] == [("add-shards", "COMPLETED")]
+
+
 def test_a_failed_build_is_one_paragraph_and_a_failed_run(ask, command, config_file):
     failed = {"flow_runs": {"state": {"type": {"any_": ["FAILED", "CRASHED"]}}}}
     before = ask("/flow_runs/count", failed)

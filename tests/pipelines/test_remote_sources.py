@@ -6,7 +6,6 @@ import time
 
 import objectstore
 import pytest
-import s3fs
 import webserver
 
 from pipelines import remote_images
@@ -24,12 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 @pytest.fixture(scope="module")
 def store():
-    with objectstore.running() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**objectstore.ENVIRONMENT, "AWS_ENDPOINT_URL": running.url}.items():
-            patch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
+    with objectstore.running() as running:
         yield running
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -240,12 +235,9 @@ def test_a_network_that_is_down_rejects_nobody(photos, monkeypatch):
 
 
 def test_a_store_that_dies_while_it_is_read_and_a_rerun_ends_with_the_same_bytes(
-    photos, reference, data_files, tmp_path, command, monkeypatch
+    photos, reference, data_files, tmp_path, command
 ):
     with objectstore.running() as running:
-        for name, value in {**objectstore.ENVIRONMENT, "AWS_ENDPOINT_URL": running.url}.items():
-            monkeypatch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()
         address = f"s3://{objectstore.BUCKET}/coco"
         put_all(photos, address)
         path, out = tmp_path / "build.yaml", tmp_path / "out"
@@ -268,7 +260,6 @@ def test_a_store_that_dies_while_it_is_read_and_a_rerun_ends_with_the_same_bytes
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         assert data_files(out) == reference
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_addresses_that_lead_nowhere_are_said_before_anything_is_built(store, web, make_config, tmp_path):

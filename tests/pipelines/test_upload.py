@@ -8,7 +8,6 @@ import time
 
 import objectstore
 import pytest
-import s3fs
 
 from pipelines import upload
 from pipelines.addition import Addition
@@ -24,9 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 @pytest.fixture(scope="module")
 def store():
-    with objectstore.running() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**objectstore.ENVIRONMENT, "AWS_ENDPOINT_URL": running.url}.items():
-            patch.setenv(name, value)
+    with objectstore.running() as running:
         yield running
 
 
@@ -136,10 +133,7 @@ def test_the_manifest_comes_last_and_a_store_that_dies_is_made_good(to_store, ou
 
 def test_a_server_that_is_killed_while_it_is_sent_to(make_config, photos, reference, tmp_path, command):
     """A real kill: what the store held is gone with it, and the same command ends with the same bytes."""
-    with objectstore.running() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**objectstore.ENVIRONMENT, "AWS_ENDPOINT_URL": running.url}.items():
-            patch.setenv(name, value)
-        s3fs.S3FileSystem.clear_instance_cache()  # of the other store
+    with objectstore.running() as running:
         path, address = tmp_path / "build.yaml", f"s3://{objectstore.BUCKET}/dies"
         settings = {"records_per_shard": 8, "processes": 1, "staging": str(tmp_path / "staging")}
         path.write_text(json.dumps({"source": str(photos), "out": address, "build": settings}))
@@ -160,9 +154,7 @@ def test_a_server_that_is_killed_while_it_is_sent_to(make_config, photos, refere
         process = command("build", path, "--plain")
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        patch.setenv("AWS_ENDPOINT_URL", running.url)
         assert data_of(stored(address)) == reference
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_a_store_that_is_down_is_said_before_anything_is_built(photos, tmp_path, command, monkeypatch):
@@ -190,6 +182,15 @@ def test_what_another_build_put_there_is_refused(to_store, out, coco, pictures, 
     to_store(other, staging="another", overwrite=True)
     assert RemoteShards(out).verify() == []
     assert "train-000002.tar" not in stored(out)
+
+
+def test_a_bucket_that_is_not_there_is_said_before_anything_is_built(store, make_config, photos, tmp_path):
+    with pytest.raises(ConfigError, match="s3://no-such-bucket/x: there is no bucket no-such-bucket; make it"):
+        run_plain(make_config(photos, "s3://no-such-bucket/x", build={"staging": tmp_path / "staging"}))
+    assert not (tmp_path / "staging").exists()
+    (tmp_path / "a").write_text("a")
+    with pytest.raises(RemoteError, match="s3://no-such-bucket/x/a: The specified bucket does not exist"):
+        Remote("s3://no-such-bucket/x").put("a", tmp_path / "a")
 
 
 def test_files_of_somebody_else_are_refused(to_store, out, tmp_path):

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 @pytest.fixture(scope="module")
 def store():
-    with objectstore.running() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**objectstore.ENVIRONMENT, "AWS_ENDPOINT_URL": running.url}.items():
-            patch.setenv(name, value)
+    with objectstore.running() as running:
         yield running
 
 
