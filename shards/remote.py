@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from shards.errors import ConfigError, ShardsError
 
@@ -17,7 +17,6 @@ TRIES = 5
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
 CONNECT_S, READ_S = 10, 60  # patience with a server
-BLOCK = 1 << 18  # bytes read at once where a file is read in pieces
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 _EXTRAS = {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "https"}
@@ -145,13 +144,6 @@ class Remote:
         except FileNotFoundError:
             return {}
         return {path.removeprefix(self._root).lstrip("/"): _found(values) for path, values in files.items()}
-
-    def open(self, name: str = "") -> BinaryIO:
-        """A file to be read in pieces, at any place."""
-        opened = self._try(
-            name, lambda: self._fs.open(self._path(name), "rb", block_size=BLOCK, cache_type="readahead")
-        )
-        return cast(BinaryIO, opened)
 
     def fetch(self, name: str, path: Path) -> None:
         """Copy a file here."""

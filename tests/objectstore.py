@@ -54,10 +54,10 @@ class ObjectStore:
                 time.sleep(0.05)
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
 @contextmanager

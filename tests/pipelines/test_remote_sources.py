@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import objectstore
 import pytest
@@ -235,30 +234,29 @@ def test_a_network_that_is_down_rejects_nobody(photos, monkeypatch):
 
 
 def test_a_store_that_dies_while_it_is_read_and_a_rerun_ends_with_the_same_bytes(
-    photos, reference, data_files, tmp_path, command
+    photos, reference, make_config, data_files, tmp_path, monkeypatch
 ):
+    address, out = f"s3://{objectstore.BUCKET}/coco", tmp_path / "out"
+    config = make_config(address, out, build={"runner": "threads", "retries": 0})
+    real = Remote.read
     with objectstore.running() as running:
-        address = f"s3://{objectstore.BUCKET}/coco"
         put_all(photos, address)
-        path, out = tmp_path / "build.yaml", tmp_path / "out"
-        build = {"records_per_shard": 8, "processes": 1, "retries": 0}
-        path.write_text(json.dumps({"source": address, "out": str(out), "build": build}))
-        process = command("build", path, "--plain")
-        while not list(out.glob("*.tar")):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.001)
-        running.kill()
-        _, errors = process.communicate(timeout=120)
-        if process.returncode != 0:  # else all had been read before the kill
-            assert "tries in a row failed); check the network and the server" in errors
-            assert "finished shards are kept" in errors
-            assert "Traceback" not in errors
-            assert not (out / "manifest.json").exists()
+
+        def read(self, *arguments):
+            if list(out.glob("*.tar")):
+                running.kill()
+            return real(self, *arguments)
+
+        monkeypatch.setattr(Remote, "read", read)
+        message = r"tries in a row failed\); check the network .*finished shards are kept"
+        with pytest.raises(PassingError, match=message):
+            run_plain(config)
+        assert list(out.glob("*.tar"))
+        assert not (out / "manifest.json").exists()
+        monkeypatch.setattr(Remote, "read", real)
         running.start()
         put_all(photos, address)
-        process = command("build", path, "--plain")
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        run_plain(config)
         assert data_files(out) == reference
 
 

@@ -131,29 +131,25 @@ def test_the_manifest_comes_last_and_a_store_that_dies_is_made_good(to_store, ou
     assert len(calls) == len(stored(out)) - sent  # those that had arrived were not sent again
 
 
-def test_a_server_that_is_killed_while_it_is_sent_to(make_config, photos, reference, tmp_path, command):
+def test_a_server_that_is_killed_while_it_is_sent_to(make_config, photos, reference, tmp_path, monkeypatch):
     """A real kill: what the store held is gone with it, and the same command ends with the same bytes."""
+    address = f"s3://{objectstore.BUCKET}/dies"
+    config = make_config(photos, address, build={"staging": tmp_path / "staging"})
+    real = Remote.put
     with objectstore.running() as running:
-        path, address = tmp_path / "build.yaml", f"s3://{objectstore.BUCKET}/dies"
-        settings = {"records_per_shard": 8, "processes": 1, "staging": str(tmp_path / "staging")}
-        path.write_text(json.dumps({"source": str(photos), "out": address, "build": settings}))
-        process = command("build", path, "--plain")
-        uploaded = tmp_path / "staging" / ".build" / "uploaded.json"
-        while not uploaded.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.001)
-        running.kill()
-        _, errors = process.communicate(timeout=120)
-        if process.returncode != 0:  # else all had been sent before the kill
-            assert process.returncode == 1
-            assert f"error: {address}/" in errors
-            assert "tries in a row failed); check the network and the server, then run it again" in errors
-            assert "Traceback" not in errors
-            assert "testing-secret" not in errors
+
+        def put(self, name, path):
+            if name == "train-000001.tar":
+                running.kill()
+            real(self, name, path)
+
+        monkeypatch.setattr(Remote, "put", put)
+        with pytest.raises(RemoteError, match=rf"{address}/.*tries in a row failed\); check the network") as caught:
+            run_plain(config)
+        assert "testing-secret" not in str(caught.value)
+        monkeypatch.setattr(Remote, "put", real)
         running.start()
-        process = command("build", path, "--plain")
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        run_plain(config)
         assert data_of(stored(address)) == reference
 
 
