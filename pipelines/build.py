@@ -199,8 +199,9 @@ class Build:
 
     def write_order(self, name: str) -> Path:
         """Write what a build process is to do for one shard; another machine may read it too."""
-        target = self.state.target.absolute()
-        about = {"folder": str(target), "result": str(self.state.results(target) / f"{name}.json")}
+        target = self.state.target
+        result = self.state.results(target) / f"{name}.json"
+        about = {"folder": str(target.absolute()), "result": str(result.absolute())}
         return self.state.write(f"slices/{name}.json", self.planned.order(self._pieces[name], about))
 
     def build_shard(self, name: str, progress: Progress = lambda count: None) -> dict[str, int]:

@@ -209,9 +209,9 @@ def audit(run: Trained) -> Audit:
                     changed.append(f"step {logged[n]['step']}: digest is {logged[n]['digest']}, due is {due}")
             expected += int(sums[-1])
             trained = np.array([times[n] for n in ns.tolist()]) if times is not None else 1 - hidden
-            for key in sorted({*zip(places.part.tolist(), places.epoch.tolist(), strict=True)}):
-                inside = (places.part == key[0]) & (places.epoch == key[1])
-                counts[number, *key].add(trained[inside], hidden[inside])
+            for part, epoch in np.unique(np.stack((places.part, places.epoch)), axis=1).T.tolist():
+                inside = (places.part == part) & (places.epoch == epoch)
+                counts[number, part, epoch].add(trained[inside], hidden[inside])
     matches = expected % 2**64 == state.digest
     findings = [] if matches else [f"digest is {state.digest:016x}, manifest and order give {expected % 2**64:016x}"]
     damage = [*run.passed_over, *unlogged]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,23 @@ def add(dataset, source, make_config, **sections):
 
 def files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def test_dataset_named_from_where_one_stands_is_added_to_and_trained_on_from_the_next_epoch_on(
+    dataset, more, make_config, tmp_path, monkeypatch
+):
+    from small import audit_of, train_here
+
+    monkeypatch.chdir(dataset.parent)
+    run, length = tmp_path / "run", {"train__resume_with": "train.num_steps"}
+    train_here(dataset, run, train__num_steps=1)
+    old = SplitReader(dataset, "train")
+    assert add(Path(dataset.name), more, make_config).added
+    new = SplitReader(dataset, "train")
+    state = train_here(dataset, run, train__num_steps=6, **length)
+    assert [(s.first_n, s.num_samples) for s in state.segments] == [(0, len(old)), (len(old), len(new))]
+    assert [e.seen for e in audit_of(run).epochs][:2] == [len(old), len(new)]
+    assert audit_of(run).ok
 
 
 def test_old_shards_keep_their_bytes_and_the_manifest_names_its_parent(dataset, more, make_config):
