@@ -172,6 +172,9 @@ class ModelConfig(_Section):
         "processor works on tensors too; scaled: large JPEGs also decoded at a part of their size, off by 1 level",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = _trajectory("float32", "type the weights are held in")
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = _trajectory(
+        "auto", "hf: how attention is computed; auto: the fastest that model and machine have, said at every start"
+    )
     freeze: tuple[str, ...] = _trajectory((), "patterns of parameter names that do not train, as in `*.vision_tower.*`")
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model; only for a named, pinned model"
@@ -231,6 +234,10 @@ class ModelConfig(_Section):
         )
         if self.family != "xcomposer" and changed:
             raise ValueError(f"model.{changed[0]} is for family xcomposer, the family is {self.family}; leave it out")
+        if self.family == "xcomposer" and self.attention != "auto":
+            raise ValueError(
+                f"model.attention is {self.attention}, family xcomposer computes it in its own way; leave it out"
+            )
         return self
 
 

@@ -9,12 +9,12 @@ from shards.reader import SplitReader
 from xctrain.config import Config
 from xctrain.data import Data
 from xctrain.errors import ConfigError
-from xctrain.ranks import Ranks
 
 if TYPE_CHECKING:
     from shards.cache import CacheFolder
     from shards.fetch import Fetcher
     from shards.stream import Stream
+    from xctrain.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Reading:
             self.cache.report(1 + self.local_rank, n)
 
 
-def begin_reading(config: Config, ranks: Ranks, data: Data, stream: "Stream", start: int) -> Reading:
+def begin_reading(config: Config, ranks: "Ranks", data: Data, stream: "Stream", start: int) -> Reading:
     """Have the node fetch what its ranks train on from position ``start``; of folders here, nothing is fetched.
 
     Called by every rank, and over on all of them before any reads.

@@ -208,7 +208,7 @@ def start(
     from xctrain import checkpoint
     from xctrain.firstbatch import write_first_batch
     from xctrain.memory import is_out_of_memory
-    from xctrain.models.parameters import parameter_table
+    from xctrain.models.parameters import parameter_table, types_and_attention
     from xctrain.run import Run
 
     if config.train.deterministic:  # not called with False: it imports torch's compiler, which takes a second
@@ -229,6 +229,8 @@ def start(
     del batch
     if ranks.is_main:
         print(parameter_table(family.module), file=sys.stderr)
+        how = f"computed in {config.train.precision}, shared by {config.parallel.mode}"
+        print(f"{types_and_attention(family.module)}, {how}", file=sys.stderr)
     if plan.point:
         engine.load(plan.point.path)
         if ranks.accelerator.scaler:

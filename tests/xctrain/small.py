@@ -38,7 +38,12 @@ def never() -> bool:
 
 
 def train_here(
-    shards: Path, run: Path, open_model: OpenModel = open_tiny, stop_asked: Callable[[], bool] = never, **changes: Any
+    shards: Path,
+    run: Path,
+    open_model: OpenModel = open_tiny,
+    stop_asked: Callable[[], bool] = never,
+    join: Callable[[Config], Ranks] = join,
+    **changes: Any,
 ) -> TrainState:
     """Train until the end, or until the error that the caller expects; the last state."""
     config = config_of(shards, run, **changes)

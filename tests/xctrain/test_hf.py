@@ -19,7 +19,7 @@ from xctrain.decode import as_tensor
 from xctrain.loss import IGNORED
 from xctrain.models import open_family
 from xctrain.models.hf import HfFamily
-from xctrain.models.parameters import parameters_without_gradient
+from xctrain.models.parameters import parameters_without_gradient, types_and_attention
 
 PROMPT = "Describe the image."
 Folders = Callable[[str], Path]
@@ -312,3 +312,14 @@ def test_scaled_mode_is_for_models_that_resize_every_picture_alike(base_folders:
         ConfigError, match=r"model\.decode is scaled, but this model resizes or cuts .* use model\.decode=fast"
     ):
         HfFamily.open(ModelConfig(prompt=PROMPT, decode="scaled"), base_folders("qwen"))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_the_one_asked_for_and_said(base_folders: Callable[[str], Path], attention: str) -> None:
+    family = HfFamily.open(ModelConfig(prompt=PROMPT, attention=attention), base_folders("llava"))
+    assert types_and_attention(family.module) == f"weights in float32, attention {attention}"
+
+
+def test_attention_that_is_not_there_is_refused(base_folders: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded as an image-text-to-text model: .*[Ff]lash"):
+        HfFamily.open(ModelConfig(prompt=PROMPT, attention="flash_attention_2"), base_folders("llava"))

@@ -287,6 +287,7 @@ def load(config: "ModelConfig", base: Path | str, *, empty: bool = False) -> tup
     try:
         processor = transformers.AutoProcessor.from_pretrained(str(base), **options)
         auto, dtype = transformers.AutoModelForImageTextToText, getattr(torch, config.dtype)
+        attention = {} if config.attention == "auto" else {"attn_implementation": config.attention}
         if empty:
             report: dict[str, Any] = {"missing_keys": ()}
             with torch.device("meta"):
@@ -294,9 +295,12 @@ def load(config: "ModelConfig", base: Path | str, *, empty: bool = False) -> tup
                     transformers.AutoConfig.from_pretrained(str(base), **options),
                     dtype=dtype,
                     trust_remote_code=config.trust_remote_code,
+                    **attention,
                 )
         else:
-            model, report = auto.from_pretrained(str(base), dtype=dtype, output_loading_info=True, **options)
+            model, report = auto.from_pretrained(
+                str(base), dtype=dtype, output_loading_info=True, **attention, **options
+            )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
             f"model.path: {base} cannot be loaded as an image-text-to-text model: {' '.join(str(error).split())}; give "

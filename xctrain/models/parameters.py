@@ -41,6 +41,14 @@ def parameter_table(module: nn.Module) -> str:
     return "\n".join(lines + [f"{block:<{width}} {trained:>15,} {frozen:>15,}" for block, trained, frozen in rows])
 
 
+def types_and_attention(module: nn.Module) -> str:
+    """Text: the types that weights are held in, and how attention is computed, where the model says it."""
+    types = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    ways = sorted({way for c in configs if (way := getattr(c, "_attn_implementation", None))})
+    return f"weights in {' and '.join(types)}{f', attention {chr(32).join(ways)}' if ways else ''}"
+
+
 def parameters_without_gradient(loss: Tensor, model: nn.Module) -> tuple[str, ...]:
     """Names of trainable parameters that ``loss`` does not depend on. No backward pass runs.
 
