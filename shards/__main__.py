@@ -12,6 +12,7 @@ from shards.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from shards.manifest import Manifest
+    from shards.plan import Machines
     from shards.verify import Finding
 
 MAX_SHOWN = 20  # findings printed per file; --json gives all
@@ -61,9 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--global-batch", type=int, default=64, metavar="B", help="samples per step (default 64)")
     plan.add_argument("--micro-batch", type=int, default=1, metavar="M", help="samples per forward (default 1)")
     plan.add_argument("--gpus", type=int, default=1, metavar="R", help="processes (default 1)")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that share the processes (default 1)")
+    plan.add_argument("--cache-gb", type=float, metavar="GB", help="data.cache_gb of each, for shards at an address")
     plan.add_argument("--workers", type=int, default=1, metavar="W", help="loader workers per process (default 1)")
     plan.add_argument("--seed", type=int, default=0)
-    plan.add_argument("--fragment", type=int, default=32, help="neighbouring samples kept together (default 32)")
+    plan.add_argument("--fragment", type=int, default=16, help="neighbouring samples kept together (default 16)")
     plan.add_argument("--window", type=int, default=16384, help="samples scattered among each other (default 16384)")
     plan.add_argument("--lanes", type=int, default=8, help="parts read side by side (default 8)")
     return parser
@@ -297,7 +300,14 @@ def print_plan(arguments: argparse.Namespace) -> int:
     from shards.order import OrderSettings
     from shards.plan import make_plan
 
-    for name, least in (("gpus", 1), ("workers", 0), ("global_batch", 1), ("micro_batch", 1), ("seed", 0)):
+    for name, least in (
+        ("gpus", 1),
+        ("nodes", 1),
+        ("workers", 0),
+        ("global_batch", 1),
+        ("micro_batch", 1),
+        ("seed", 0),
+    ):
         if (value := getattr(arguments, name)) < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected {least} or more")
     manifest = _manifest(arguments.folder)
@@ -311,6 +321,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
             arguments.micro_batch,
             arguments.gpus,
             arguments.workers,
+            _machines(arguments, manifest, split),
         )
         for split in splits
     }
@@ -326,6 +337,31 @@ def print_plan(arguments: argparse.Namespace) -> int:
             for refusal in plan.refusals:
                 print(f"  refused: {refusal}")
     return 2 if any(plan.refusals for plan in plans.values()) else 0
+
+
+def _machines(arguments: argparse.Namespace, manifest: "Manifest", split: str) -> "Machines | None":
+    """Of what is read from an address, or would be; reads the indexes of the split."""
+    if arguments.nodes == 1 and arguments.cache_gb is None:
+        return None
+    import tempfile
+
+    from shards.cache import NodeCache
+    from shards.index import read_index
+    from shards.plan import Machines
+    from shards.reader import SplitReader
+    from shards.schedule import Fragments
+
+    with tempfile.TemporaryDirectory(prefix="xctrain-") as temporary:
+        if isinstance(arguments.folder, str):
+            cache = NodeCache(arguments.folder, Path(temporary), manifest)
+            cache.fetch_lists(split)
+            reader = SplitReader(cache, split)
+        else:
+            reader = SplitReader(arguments.folder, split, manifest)
+        folder, shards = reader.folder, reader.shards
+        offsets = [read_index(folder / e.idx_name, e.num_samples, e.num_bytes, e.foreign) for e in shards]
+        lists = sum((folder / name).stat().st_size for e in shards for name in (e.idx_name, e.meta_name))
+    return Machines(Fragments.cut(offsets, arguments.fragment), lists, arguments.nodes, arguments.cache_gb)
 
 
 def _flat(facts: dict[str, Any]) -> list[tuple[str, str]]:

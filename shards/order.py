@@ -49,7 +49,7 @@ class OrderSettings:
     VERSION: ClassVar[int] = 1
 
     seed: int
-    fragment: int = 32
+    fragment: int = 16
     window: int = 16384
     lanes: int = 8
 

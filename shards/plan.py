@@ -8,10 +8,29 @@ from typing import Any
 import numpy as np
 
 from shards.errors import ConfigError, counted
+from shards.mix import Mix, Part
 from shards.order import Order, OrderSettings
+from shards.schedule import Fragments, Node, Schedule, least_cache_bytes, needs, require_lanes
 from shards.stream import Stream, accumulation, possible_world_sizes
 
+_MEASURED_SAMPLES = 5_000_000  # slots that are worked out; beyond it one node stands for all, as they are alike
 MEASURED_BATCHES = 100  # enough for a mean within about a percent; a batch costs about a millisecond
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What reads the split, if it lies at an address.
+
+    fragments   of the split
+    list_bytes  of its indexes and sample lists
+    nodes       that share the processes equally
+    cache_gb    of each; None if it is not known yet
+    """
+
+    fragments: Fragments
+    list_bytes: int
+    nodes: int
+    cache_gb: float | None
 
 
 @dataclass(frozen=True)
@@ -24,9 +43,15 @@ class Plan:
 
 
 def make_plan(
-    shard_sizes: Sequence[int], settings: OrderSettings, global_batch: int, micro_batch: int, gpus: int, workers: int
+    shard_sizes: Sequence[int],
+    settings: OrderSettings,
+    global_batch: int,
+    micro_batch: int,
+    gpus: int,
+    workers: int,
+    machines: Machines | None = None,
 ) -> Plan:
-    """Order, steps, mixing and refusals for one split."""
+    """Order, steps, mixing and refusals for one split; with ``machines``, what each node would fetch and hold of it."""
     order = Order(shard_sizes, settings)
     stream = Stream(order, global_batch)
     num_steps = stream.num_steps(1)
@@ -54,7 +79,58 @@ def make_plan(
         "surplus slots of its last step": num_steps * global_batch - order.num_samples,
         "mixing": mixing(stream, shard_sizes),
     }
+    if machines is None:
+        return Plan(facts, tuple(refusals), tuple(_notes(order, global_batch)))
+    run = Stream(Mix([Part(tuple(shard_sizes))], settings), global_batch, order.num_samples)
+    refusals += _refusals_of(machines, run, settings.lanes, gpus)
+    if not refusals or (micro_batches and gpus % machines.nodes == 0 and settings.lanes % machines.nodes == 0):
+        facts |= _of_nodes(machines, run, order, gpus, workers)
     return Plan(facts, tuple(refusals), tuple(_notes(order, global_batch)))
+
+
+def _refusals_of(machines: Machines, run: Stream, lanes: int, gpus: int) -> list[str]:
+    try:
+        require_lanes(lanes, run.global_batch, machines.nodes, gpus)
+    except ConfigError as error:
+        return [str(error)]
+    least = least_gb(machines, run)
+    if machines.cache_gb is None or machines.cache_gb >= least:
+        return []
+    return [f"data.cache_gb ({machines.cache_gb:g}) is below what a node needs, {least:g}; give that or more"]
+
+
+def least_gb(machines: Machines, run: Stream) -> float:
+    """The least data.cache_gb, in whole MB."""
+    least = least_cache_bytes(run, machines.nodes, machines.fragments) + machines.list_bytes
+    return -(-least // 10**6) / 1000
+
+
+def _of_nodes(machines: Machines, run: Stream, order: Order, gpus: int, workers: int) -> dict[str, Any]:
+    """What each node fetches in the first epoch, and the most that it needs at once."""
+    nodes, num_bytes = machines.nodes, int(machines.fragments.num_bytes.sum())
+    measured = range(nodes) if nodes * order.num_samples <= _MEASURED_SAMPLES else [0]
+    found = [
+        needs(Schedule(run, Node.of(number, nodes, gpus), machines.fragments), 0, order.num_samples)
+        for number in measured
+    ]
+    fetched = sum(n.num_bytes for n in found) * nodes // len(found)
+    held = 0 if machines.cache_gb is None else machines.cache_gb * 1e9 - machines.list_bytes
+    return {
+        "nodes": nodes,
+        "loader workers per node": gpus // nodes * workers,
+        "each node": {
+            "fetches an epoch": max(n.fetches for n in found),
+            "GB an epoch": max(n.num_bytes for n in found) / 1e9,
+            "GB of a window": num_bytes
+            * min(1.0, order.window * order.settings.lanes / order.num_samples)
+            / nodes
+            / 1e9,
+            "most GB needed at once": max(n.most_live_bytes for n in found) / 1e9,
+            "least data.cache_gb": least_gb(machines, run),
+            "keeps all, so that later epochs fetch only what is new to it": held >= num_bytes,
+        },
+        "fetched by all nodes over the split's size": fetched / num_bytes,
+    }
 
 
 def _notes(order: Order, global_batch: int) -> list[str]:

@@ -153,7 +153,7 @@ def needs(schedule: Schedule, start: int, stop: int) -> Needs:
         uses = schedule.uses(start + first * batch, min(at_once, steps - first))
         step = np.broadcast_to(first + np.arange(len(uses))[:, None], uses.shape)
         found.append((uses[uses >= 0], step[uses >= 0]))
-    if not found:
+    if not any(len(uses) for uses, _ in found):
         return Needs(0, 0, 0)
     uses, step = (np.concatenate(parts) for parts in zip(*found, strict=True))
     by_use = np.argsort(uses, kind="stable")  # steps rise within a use

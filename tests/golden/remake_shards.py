@@ -88,9 +88,9 @@ def order_values() -> list[dict[str, Any]]:
     """Orders of small splits in full, and of a large one as a hash."""
     cases = [
         ([10, 7, 0, 13], OrderSettings(seed=7, fragment=4, window=12, lanes=3)),
-        ([3], OrderSettings(seed=7)),
+        ([3], OrderSettings(seed=7, fragment=32)),
         ([5, 5], OrderSettings(seed=-1, fragment=1, window=4, lanes=4)),
-        ([1000] * 118, OrderSettings(seed=0)),
+        ([1000] * 118, OrderSettings(seed=0, fragment=32)),
     ]
     values = []
     for sizes, settings in cases:
