@@ -198,16 +198,13 @@ def quiet() -> Iterator[None]:
 
 
 def import_deepspeed() -> Any:
-    """The library, without its logs.
+    """The library, without its warnings.
 
     Raises:
         ConfigError: it is not installed.
     """
-    import logging
-
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     try:
         with quiet():
             import deepspeed
@@ -216,7 +213,6 @@ def import_deepspeed() -> Any:
             f"parallel.mode=zero1, zero2 and zero3 need DeepSpeed, which cannot be imported: {error}; install it with "
             "`pip install 'xctrain[deepspeed]'`, or use parallel.mode=fsdp, which cuts the same and needs nothing more"
         ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings(
         "ignore", message=r".*torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
     )

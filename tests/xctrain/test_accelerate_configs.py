@@ -14,7 +14,7 @@ from xctrain.launch import free_port
 
 FOLDER = runs.TESTS.parent / "configs" / "accelerate"
 MODES = {"fsdp-8gpu": "fsdp", "zero2-8gpu": "zero2"}
-SLOW = ("8gpu", "4gpu")
+SLOW = ("1gpu", "4gpu", "8gpu", "zero2-8gpu")
 
 
 def command(name: str, shards: Path, run: Path, *options: str) -> list[str]:

@@ -53,6 +53,7 @@ def test_single_sample_without_memory_ends_the_run_by_its_name(drawn_shards: Pat
     assert runs.last_step(tmp_path) == 4
 
 
+@pytest.mark.slow
 def test_with_fsdp_the_run_ends_and_goes_on_with_smaller_micro_batches(drawn_shards: Path, tmp_path: Path) -> None:
     changes = {"train__num_steps": 6, "train__save_every": 2, "data__workers": 0, "parallel__mode": "fsdp"}
     text = ranks_of_small("50/2", drawn_shards, tmp_path, 2, code=1, **changes, train__micro_batch=6)

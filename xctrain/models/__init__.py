@@ -1,5 +1,6 @@
 """Model families: how each one is loaded, collates, computes its loss and writes captions."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from xctrain.collate import Batch, Row
     from xctrain.config import AdapterConfig, ModelConfig
     from xctrain.models.lengths import RowLengths
+
+# Where DeepSpeed is installed, saving a model imports it, and it talks on stdout, where programs read.
+logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 class Collator(Protocol):
