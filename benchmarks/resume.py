@@ -3,7 +3,7 @@
     python benchmarks/resume.py [--samples N] [--global-batch B] [--repeats K]
 
 The dataset has N tiny samples (default a million) in 100 shards that are hard links to one: what counts is the number
-of samples, not their bytes. One JSON line: medians at 5 % and 95 % of an epoch, from after the imports to a batch in
+of samples, not their bytes. One JSON line: medians at 5, 50 and 95 % of an epoch, from after the imports to a batch in
 memory, and bytes read by system calls (rchar).
 """
 
@@ -84,7 +84,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as temporary:
         make_dataset(Path(temporary), arguments.samples)
-        for percent in (5, 95):
+        for percent in (5, 50, 95):
             runs = [in_new_process(Path(temporary), arguments, percent) for _ in range(arguments.repeats)]
             result[f"at_{percent}_percent_s"] = round(statistics.median(run["s"] for run in runs), 4)
             result[f"at_{percent}_percent_bytes"] = round(statistics.median(run["bytes"] for run in runs))

@@ -81,6 +81,19 @@ def test_two_ranks_with_four_workers_each_fetch_each_fragment_once(
     assert len(fetches(web, drawn_shards)) == 13  # the split fits, so all were kept over the epochs
 
 
+def test_cache_that_is_emptied_and_filled_again_all_the_time_changes_nothing(
+    web: webserver.WebServer, drawn_shards: Path, tmp_path: Path
+) -> None:
+    order = {"order__fragment": 2, "order__window": 8}
+    runs.train(drawn_shards, tmp_path / "here", 2, **order)
+    arguments = settings(f"{web.url}/shards", tmp_path / "run", tmp_path / "cache", data__workers=4, **order)
+    refused = run_through([*arguments, "data.cache_gb=0.00001"], code=2)
+    least = refused.partition("data.cache_gb=")[2].split()[0]
+    run_through([*arguments, f"data.cache_gb={least}"])
+    same(tmp_path / "run", tmp_path / "here")
+    assert web.files["/shards/train-000000.tar"].sent > 2.5 * len(web.files["/shards/train-000000.tar"].data)  # epochs
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_every_rank_killed_many_times_in_a_row_starts_clean_each_time(
     web: webserver.WebServer, drawn_shards: Path, straight: Path, tmp_path: Path, kills: int

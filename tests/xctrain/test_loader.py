@@ -1,6 +1,7 @@
 """The loader over the stream: told where to start, it never counts."""
 
 import gc
+import multiprocessing
 import os
 import shutil
 import time
@@ -284,3 +285,21 @@ def open_files() -> list[str]:
 def children() -> list[str]:
     tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     return [pid for task in tasks for pid in task.read_text().split()]
+
+
+@pytest.mark.slow
+def test_memory_of_trainer_and_workers_is_flat_over_ten_epochs(drawn_shards: Path) -> None:
+    sizes = []
+    for number, _ in enumerate(make_loader(drawn_shards, workers=2, end=1200).global_batches(0)):
+        if number % 8 == 7:  # about an epoch; the workers live as long as the iteration
+            processes = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+            assert len(processes) == 3
+            sizes.append(sum(_private_bytes(pid) for pid in processes if pid))
+    assert len(sizes) >= 10
+    assert max(sizes[2:]) < 1.05 * sizes[2]
+
+
+def _private_bytes(pid: int) -> int:
+    """Memory that is this process's alone: what it shares with its parent is not counted once more."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024
