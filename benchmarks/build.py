@@ -12,7 +12,7 @@ N different 640x480 JPEGs of COCO's size (about 160 kB), page cache warm, two ca
 - flow (with --flow): the same build as a Prefect flow; a build of 8 pictures says what its start costs.
 
 One JSON line: medians, ratios, processor time of both sides (which other work on the machine disturbs less), load before and
-after. What did not help: own buffers for reading, allocator settings, threads beside the processes.
+after. What did not help: own buffers for reading, allocator settings, leaving out garbage collection.
 """
 
 import argparse
