@@ -205,7 +205,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     else:
         for row in rows:
             texts = [f"*{text}*" if text in row["chosen"] else text for text in row["captions"]]
-            print(f"{row['n']:>10}  epoch {row['epoch']:<4} {row['key']}  {' | '.join(texts)}")
+            source = f"{row['source']} " if "source" in row else ""
+            print(f"{row['n']:>10}  {source}epoch {row['epoch']:<4} {row['key']}  {' | '.join(texts)}")
         print("*...*: the caption that is trained on at that position")
     return 0
 

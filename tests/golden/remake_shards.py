@@ -7,6 +7,7 @@ longer be read or continued. energon.idx is made by another tool, see compare_en
 import base64
 import hashlib
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from shards.hashing import mix64, slot_digest, text64
 from shards.manifest import Addition, Manifest, ShardEntry
+from shards.mix import Mix, Part, Stretches
 from shards.order import Order, OrderSettings
 from shards.sample import Sample
 from shards.stream import Stream
@@ -111,6 +113,19 @@ def order_values() -> list[dict[str, Any]]:
     return values
 
 
+def mix_values() -> list[dict[str, Any]]:
+    """A mix of three datasets, one of them without some samples, and what follows where one has grown."""
+    parts = [Part((10, 7), 1, (3, 12)), Part((6,), 3, (), 17), Part((2, 2), 2, (), 23)]
+    grown = [Part((10, 7, 4), 1), Part((6,), 3, (), 21), Part((2, 2), 2, (), 27)]
+    settings = OrderSettings(seed=7, fragment=4, window=12, lanes=3)
+    first = Mix(parts, settings)
+    change = 2 * first.num_positions
+    stretches = Stretches([(0, first), (change, Mix(grown, settings, base_n=change, base_epoch=2))])
+    places = stretches.places(np.arange(stretches.position_of(Fraction(4))))
+    columns = {name: getattr(places, name).tolist() for name in ("part", "epoch", "lane", "index")}
+    return [{"epochs begin at": [stretches.position_of(Fraction(e)) for e in range(5)]}, columns]
+
+
 def _sha256(indices: np.ndarray[Any, Any]) -> str:
     return hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
 
@@ -119,4 +134,5 @@ if __name__ == "__main__":
     built = write_folder(HERE / "shards")
     (HERE / "addition.json").write_bytes(addition(built).to_json())
     (HERE / "hash.json").write_text(json.dumps(hash_values(), indent=1) + "\n")
+    (HERE / "mix.json").write_text(json.dumps(mix_values(), separators=(",", ":")).replace("],", "],\n") + "\n")
     (HERE / "order.json").write_text(json.dumps(order_values(), separators=(",", ":")).replace("},", "},\n") + "\n")

@@ -1,9 +1,12 @@
 """Several datasets in a fixed proportion, each exactly as often an epoch as it says."""
 
+import json
 import pickle
 import time
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -65,6 +68,10 @@ def test_positions_are_those_of_sorting_all_slots_by_the_documented_time(parts: 
     for at, (_, k, j) in enumerate(slots):
         kept = orders[k].indices(np.array([counts[k] + j]))
         assert (places.part[at], places.index[at]) == (k, parts[k].index(kept)[0])
+
+
+def test_mix_is_that_of_every_earlier_version(golden: Path, remake: ModuleType) -> None:
+    assert remake.mix_values() == json.loads((golden / "mix.json").read_text())
 
 
 @settings(deadline=None, max_examples=50)

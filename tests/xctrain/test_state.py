@@ -36,9 +36,10 @@ def test_state_reads_back_from_its_json(state: TrainState) -> None:
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-def test_position_file_of_version_1_stays_readable() -> None:
-    golden_state = runpy.run_path(str(GOLDEN / "remake_position.py"))["golden_state"]()
-    values = json.loads((GOLDEN / "position-v1.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("name", "state"), [("position-v1", "golden_state"), ("position-v1-mix", "golden_mix")])
+def test_position_file_of_version_1_stays_readable(name: str, state: str) -> None:
+    golden_state = runpy.run_path(str(GOLDEN / "remake_position.py"))[state]()
+    values = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
     assert TrainState.from_json(values) == golden_state
     assert VERSION > 1 or json.loads(json.dumps(golden_state.to_json())) == values
 
