@@ -1,4 +1,4 @@
-"""Writes position-v1.json and position-v1-mix.json anew: python tests/golden/remake_position.py. A difference is a break, see CHANGELOG.md."""
+"""Writes position-v1*.json anew: python tests/golden/remake_position.py. A difference is a break, see CHANGELOG.md."""
 
 import json
 from dataclasses import replace
