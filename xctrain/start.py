@@ -284,6 +284,7 @@ def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family", re
 
 def share(ranks: "Ranks", module: "nn.Module", config: Config) -> "Engine":
     """The model shared over the ranks as ``parallel.mode`` says, and in no other way: asserted."""
+    import torch
     from torch.distributed.tensor import DTensor
 
     from xctrain.parallel import Engine, Sharded
@@ -297,6 +298,14 @@ def share(ranks: "Ranks", module: "nn.Module", config: Config) -> "Engine":
     engine = kinds[mode].wrap(ranks, module, config)
     parameters = list(module.parameters())
     assert engine.mode == mode
+    if mode != "fsdp":  # nothing is sent at the start: every rank has read, or made, the same
+        sums = ranks.gather([float(sum(p.detach().sum(dtype=torch.float64) for p in parameters))])
+        if len(set(sums)) > 1:
+            raise TrainError(
+                f"the ranks hold different weights before the first step (their sums are {', '.join(map(str, sums))}); see "
+                "that model.path is the same model on every node",
+                on_every_rank=True,
+            )
     assert sum(isinstance(p, DTensor) for p in parameters) == (len(parameters) if mode == "fsdp" else 0)
     return engine
 

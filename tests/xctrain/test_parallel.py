@@ -140,6 +140,14 @@ def test_mode_that_was_asked_for_is_the_one_that_runs(drawn_shards: Path, tmp_pa
             assert (0.3 < share < 0.36) if kind in cut else (share == 1), (kind, share)
 
 
+def test_ranks_with_different_base_models_do_not_train(drawn_shards: Path, tmp_path: Path) -> None:
+    command = [sys.executable, __file__, "apart", *settings(drawn_shards, tmp_path, "ddp"), "train.processes=2"]
+    code = f"import sys; from xctrain.launch import launch; sys.exit(launch({command!r}, 2))"
+    text = runs.finish(runs.start([sys.executable, "-c", code]), code=1)
+    assert "error: the ranks hold different weights before the first step (their sums are " in text
+    assert "see that model.path is the same model on every node" in text
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -272,7 +280,20 @@ def show_held(argv: Sequence[str]) -> int:
     return 0
 
 
+def train_apart(argv: Sequence[str]) -> int:
+    """One rank: train a model that is another one on each."""
+    from shards.settings import load_settings
+    from xctrain.config import Config
+    from xctrain.session import train_rank
+
+    def open_model(config: Config, ranks: Any, plan: Any) -> Any:
+        train = config.train.model_copy(update={"seed": ranks.rank})
+        return open_tiny(config.model_copy(update={"train": train}), ranks, plan)
+
+    return train_rank(load_settings(Config, None, argv[1:]), open_model)
+
+
 if __name__ == "__main__":
     from shards import cli
 
-    sys.exit(cli.run(show_held))
+    sys.exit(cli.run(train_apart if "apart" in sys.argv else show_held))
