@@ -2,9 +2,9 @@
 
     python benchmarks/resume.py [--samples N] [--global-batch B] [--repeats K]
 
-The dataset has N tiny samples (default a million) in 100 shards that are hard links to one: what counts is the number
-of samples, not their bytes. One JSON line: medians at 5, 50 and 95 % of an epoch, from after the imports to a batch in
-memory, and bytes read by system calls (rchar).
+The dataset has N tiny samples (default a million) in shards of 1,000, as a build makes them, that are hard links to one:
+what counts is the number of samples, not their bytes. One JSON line: medians at 5, 50 and 95 % of an epoch, from after the
+imports to a batch in memory, and bytes read by system calls (rchar).
 """
 
 import argparse
@@ -29,17 +29,17 @@ from shards.sample import Sample
 from shards.stream import Stream
 from shards.writer import ShardWriter
 
-NUM_SHARDS = 100
+PER_SHARD = 1000
 
 
 def make_dataset(folder: Path, samples: int) -> None:
-    """100 equal shards of ``samples`` / 100 samples."""
+    """Equal shards; ``samples`` is rounded down to whole ones."""
     meta = {"width": 1, "height": 1, "captions": ["a caption of some ten words, as they are in COCO"]}
     with ShardWriter(folder, "train-000000", "train") as writer:
-        for n in range(samples // NUM_SHARDS):
+        for n in range(PER_SHARD):
             writer.write(Sample(f"{n:012d}", bytes(100), "jpg", meta))
     first = writer.entry
-    entries = [replace(first, name=f"train-{i:06d}.tar") for i in range(NUM_SHARDS)]
+    entries = [replace(first, name=f"train-{i:06d}.tar") for i in range(samples // PER_SHARD)]
     for entry in entries[1:]:
         for source, target in zip(files_of(first), files_of(entry), strict=True):
             os.link(folder / source, folder / target)
@@ -89,7 +89,7 @@ def main() -> None:
             result[f"at_{percent}_percent_s"] = round(statistics.median(run["s"] for run in runs), 4)
             result[f"at_{percent}_percent_bytes"] = round(statistics.median(run["bytes"] for run in runs))
         window = OrderSettings(0).window * Manifest.load(Path(temporary)).shards[0].num_bytes
-        result["bytes_of_one_window"] = window // (arguments.samples // NUM_SHARDS)
+        result["bytes_of_one_window"] = window // PER_SHARD
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     print(json.dumps({**result, "versions": versions, "cpus": os.cpu_count(), "cpu": cpu_name()}))
 
