@@ -94,7 +94,6 @@ def list_shards(arguments: argparse.Namespace) -> int:
 
 def show_sample(arguments: argparse.Namespace) -> int:
     """One sample by key."""
-    from dataclasses import asdict
 
     from shards.atomic import write_file
     from shards.find import find_key, require_index
@@ -117,7 +116,7 @@ def show_sample(arguments: argparse.Namespace) -> int:
         "split": shard.split,
         "shard": shard.name,
         "sample": inside,
-        "parts": [asdict(part) for part in meta.parts],
+        "parts": [part._asdict() for part in meta.parts],
         "flags": meta.flags,
         "json": sample.meta,
     }

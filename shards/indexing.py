@@ -12,7 +12,6 @@ import json
 import os
 import tarfile
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shards.atomic import write_file
+from shards.checksum import crc32
 from shards.errors import ConfigError, FormatError
 from shards.foreign import CAPTIONS, ORIENTATION, PICTURES, captions_of, key_of, split_name
 from shards.index import pack_index
@@ -222,7 +222,7 @@ class _Scan:
         except ValueError as error:
             raise _MemberError(caption.name, str(error)) from None
         parts = [
-            {"name": kind, "offset": member.offset, "bytes": len(payload), "crc32": zlib.crc32(payload)}
+            {"name": kind, "offset": member.offset, "bytes": len(payload), "crc32": crc32(payload)}
             for kind, member, payload in ((extension, picture, image), (self.captions, caption, text))
         ]
         return {"key": key, "parts": parts, "width": width, "height": height, "flags": flags, "member": picture.name}

@@ -2,16 +2,15 @@
 
 import json
 import os
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shards import foreign, ustar
+from shards.checksum import crc32
 from shards.errors import DamagedSampleError, FormatError, describe
 from shards.index import REBUILD, read_index
 from shards.manifest import Manifest, ShardEntry
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 MAX_OPEN = 128  # shards; two file descriptors each, and many systems allow 1,024 per process
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One member of a sample: extension, payload offset in the tar, payload size, crc32 of the payload."""
 
     name: str
@@ -33,8 +31,7 @@ class Part:
     crc32: int
 
 
-@dataclass(frozen=True)
-class SampleMeta:
+class SampleMeta(NamedTuple):
     """One line of meta.jsonl; width and height in pixels. ``member``: in a foreign tar, the picture's name there."""
 
     key: str
@@ -237,7 +234,7 @@ class OpenShard:
         else:
             span = (part.offset, part.offset + part.num_bytes)
             payload = self._cache.read(self.entry, self.offsets, inside, span, meta.key, None)
-        if zlib.crc32(payload) != part.crc32:
+        if crc32(payload) != part.crc32:
             raise self._damaged(inside, meta.key, _crc_differs(f"{meta.key}.{part.name}", payload, part))
         return _foreign_json(meta, payload) if self.entry.foreign else dict(json.loads(payload))
 
@@ -266,7 +263,7 @@ def checked_sample(meta: SampleMeta, span: bytes, start: int, is_foreign: bool) 
 
 def _foreign_payload(meta: SampleMeta, part: Part, span: bytes, start: int) -> bytes:
     payload = span[part.offset - start : part.offset - start + part.num_bytes]
-    if len(payload) != part.num_bytes or zlib.crc32(payload) != part.crc32:
+    if len(payload) != part.num_bytes or crc32(payload) != part.crc32:
         raise MismatchError(_crc_differs(f"{meta.key}.{part.name}", payload, part))
     return payload
 
@@ -301,7 +298,7 @@ def checked_payloads(meta: SampleMeta, span: bytes, start: int) -> dict[str, byt
             raise MismatchError(
                 f"{name} has {len(payload)} bytes before the end of the file, expected {part.num_bytes}"
             )
-        if zlib.crc32(payload) != part.crc32:
+        if crc32(payload) != part.crc32:
             raise MismatchError(_crc_differs(name, payload, part))
         payloads[part.name] = payload
         stop = at + ustar.padded(part.num_bytes)
@@ -314,7 +311,7 @@ def checked_payloads(meta: SampleMeta, span: bytes, start: int) -> dict[str, byt
 
 
 def _crc_differs(name: str, payload: bytes, part: Part) -> str:
-    return f"crc32 of {name} is {zlib.crc32(payload):08x}, meta.jsonl says {part.crc32:08x}"
+    return f"crc32 of {name} is {crc32(payload):08x}, meta.jsonl says {part.crc32:08x}"
 
 
 def parse_meta(line: bytes) -> SampleMeta:

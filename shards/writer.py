@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import BinaryIO, Self
 
 from shards import ustar
 from shards.atomic import aside, publish
+from shards.checksum import crc32
 from shards.errors import DuplicateKeyError, ShardsError
 from shards.index import pack_index
 from shards.manifest import ShardEntry
@@ -70,7 +70,7 @@ class ShardWriter:
             offset = start + sum(map(len, chunks)) + ustar.BLOCK
             chunks += ustar.header(name, len(payload)), payload, ustar.padding(len(payload))
             extension = name.removeprefix(f"{sample.key}.")
-            parts.append({"name": extension, "offset": offset, "bytes": len(payload), "crc32": zlib.crc32(payload)})
+            parts.append({"name": extension, "offset": offset, "bytes": len(payload), "crc32": crc32(payload)})
         line = _meta_line(sample, parts, flags)
         block = b"".join(chunks)
         self._append(block)

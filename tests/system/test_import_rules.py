@@ -23,7 +23,7 @@ ORDER = re.findall(
 # Modules that know Prefect; the rest of the build runs as plain Python.
 KNOW_PREFECT = {f"pipelines.{name}" for name in ("flows", "folder_flows", "tasks", "prefect_api", "serve")}
 MODEL_LIBRARIES = {"transformers", "peft", "bitsandbytes", "tokenizers"}
-LATE_IN_SHARDS = {"PIL", "yaml", "fsspec", "aiohttp"}
+LATE_IN_SHARDS = {"zlib_ng", "PIL", "yaml", "fsspec", "aiohttp"}
 
 
 @dataclass(frozen=True)
