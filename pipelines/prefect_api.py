@@ -16,13 +16,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pipelines.errors import BuildError
 from pipelines.retries import trying_again
 from shards.errors import ConfigError, UserError
 
+GONE_S = 60  # without an answer, a server that only starts anew is back
+LOOK_EVERY_S = 5
 ANSWER_S = 10  # patience with an API that should be there
 SERVE_PID = "XCTRAIN_SERVE_PID"
 START_S = 180  # the first start sets up the database, which has taken over a minute on slow disks
@@ -131,15 +133,48 @@ def api() -> Iterator[str]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     say_what_matters()
-    if url := PREFECT_API_URL.value():
-        require_answer(url)
-        yield url
-        return
-    with embedded_api() as url, temporary_settings({PREFECT_API_URL: url}):
+    with ExitStack() as stack:
+        if url := PREFECT_API_URL.value():
+            require_answer(url)
+        else:
+            url = stack.enter_context(embedded_api())
+            stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
+        stack.enter_context(_ended_without(url))
         try:
             yield url
         finally:
             _send_what_waits()
+
+
+@contextmanager
+def _ended_without(url: str) -> Iterator[None]:
+    """End this process in the block when the API is gone for good; its build processes and locks end with it.
+
+    Prefect itself would try seven seconds for each line and state of each task, and show a traceback each time.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        answered = time.monotonic()
+        while not done.wait(LOOK_EVERY_S):
+            found = _what_is_wrong(url)
+            if found is None:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > GONE_S and not done.is_set():
+                print(
+                    f"\nerror: the Prefect API at {url} has not answered for {GONE_S} s ({found}), so this run was given up; "
+                    "finished shards are kept; start that API again and run the build again, or add --plain, which uses no "
+                    "Prefect at all",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def say_what_matters() -> None:

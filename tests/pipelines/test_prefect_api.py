@@ -106,3 +106,27 @@ def test_a_build_with_a_dead_api_ends_within_30_seconds_and_writes_nothing(comma
     assert "unset PREFECT_API_URL" in errors
     assert "add --plain" in errors
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_api_that_dies_meanwhile_ends_the_build_in_words_and_a_rerun_goes_on(
+    command, coco, pictures, tmp_path, monkeypatch
+):
+    for name, value in {**prefect_api.ENVIRONMENT, "PREFECT_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "home").mkdir()
+    files = {f"{i}.png": pictures.encode(pictures.photo(i, 500, 400, "RGBA"), "PNG") for i in range(60)}
+    path, out = tmp_path / "build.yaml", tmp_path / "out"
+    build = {"records_per_shard": 2, "processes": 1}
+    path.write_text(json.dumps({"source": str(coco(tmp_path / "source", files)), "out": str(out), "build": build}))
+    with prefect_api.embedded_api() as url:
+        process = command("build", path, env={**os.environ, "PREFECT_API_URL": url})
+        while not list(out.glob("*.tar")):
+            assert process.poll() is None
+            time.sleep(0.05)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert f"error: the Prefect API at {url} has not answered for 60 s (" in errors
+    process = command("build", path, "--plain")
+    output, _ = process.communicate(timeout=100)
+    assert "60 kept" in output
