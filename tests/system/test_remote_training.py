@@ -94,7 +94,7 @@ def test_cache_that_is_emptied_and_filled_again_all_the_time_changes_nothing(
     assert web.files["/shards/train-000000.tar"].sent > 2.5 * len(web.files["/shards/train-000000.tar"].data)  # epochs
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_every_rank_killed_many_times_in_a_row_starts_clean_each_time(
     web: webserver.WebServer, drawn_shards: Path, straight: Path, tmp_path: Path, kills: int
 ) -> None:
