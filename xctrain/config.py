@@ -406,6 +406,12 @@ class Config(_Section):
                 f"parallel.mode is {mode}, adapter.kind is qlora: weights in 4 bits cannot be cut over processes, their scales "
                 "belong to whole blocks; use parallel.mode=ddp, which a 4-bit model leaves room for, or adapter.kind=lora"
             )
+        if mode == "zero3" and self.eval.every is not None:
+            raise ValueError(
+                f"parallel.mode is zero3, eval.every is {self.eval.every}: DeepSpeed makes the processes wait for each other "
+                "in every forward, and they caption different numbers of pictures; use eval.every=null and `python -m xctrain "
+                "evaluate` on a checkpoint, or parallel.mode=fsdp"
+            )
         if mode != "ddp" and self.optim.name != "adamw":
             raise ValueError(
                 f"parallel.mode is {mode}, optim.name is {self.optim.name}: its means in blocks cannot be cut over processes; "

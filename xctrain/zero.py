@@ -110,23 +110,6 @@ class Zero(Engine):
         else:
             self.optimizer.averaged_gradients = {}
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Every rank has all weights and may use them without the others."""
-        if self.stage < 3:
-            yield
-            return
-        parameters: list[Any] = list(self.module.parameters())
-        kept = [parameter.ds_persist for parameter in parameters]
-        with quiet(), self.deepspeed.zero.GatheredParameters(parameters):
-            for parameter in parameters:
-                parameter.ds_persist = True  # or the first layer that has computed would give its weights away
-            try:
-                yield
-            finally:
-                for parameter, before in zip(parameters, kept, strict=True):
-                    parameter.ds_persist = before
-
     def snapshot(self) -> Snapshot | None:
         """The trainable weights and the optimizer's state, whole, on rank 0. All ranks take part."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
