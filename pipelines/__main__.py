@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelines", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    build = commands.add_parser("build", help="COCO Captions to a shard folder", epilog=EPILOG)
+    build = commands.add_parser("build", help="images with captions to a shard folder", epilog=EPILOG)
     build.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see configs/build.yaml")
     build.add_argument("overrides", nargs="*", metavar="section.field=value", help="on top of the file")
     build.add_argument("--plain", action="store_true", help="run without any Prefect API")

@@ -30,6 +30,7 @@ from pipelines.plan import Plan, make_plan, require_images
 from pipelines.progress import Progress, map_bounded, progress_bar
 from pipelines.records import id_order, key_of
 from pipelines.sources import Origin, open_sources
+from pipelines.sources.apart import require_apart
 from pipelines.spool import FACTS, Numbers, Spool
 from pipelines.state import SETTINGS, State, shard_files, write_result
 from pipelines.upload import Upload
@@ -122,6 +123,7 @@ class Build:
     def _read_input(self) -> None:
         config = self.config
         self._upload: Upload | None = None
+        require_apart(config)
         self.origins = open_sources(with_local_files(config))
         for origin in self.origins:
             require_images(origin.source)

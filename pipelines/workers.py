@@ -169,8 +169,11 @@ def serve(hold: Hold, jobs: Jobs) -> None:
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
 
     def reply(**fields: Any) -> None:
-        replies.write(json.dumps(fields) + "\n")
-        replies.flush()
+        try:
+            replies.write(json.dumps(fields) + "\n")
+            replies.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the parent is gone
 
     while True:
         request = json.loads(requests.get())

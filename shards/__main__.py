@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, function: Any, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("folder", type=_location, metavar="DIR", help="the folder that a build wrote to")
+        command.add_argument("folder", type=_location, metavar="DIR", help="folder of shards")
         command.add_argument("--json", action="store_true", help="print JSON for a program")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(command=function)
@@ -226,8 +226,8 @@ def index_tars(arguments: argparse.Namespace) -> int:
         shown = _print_findings(findings)
         found = f"{counted(len(findings), 'finding')} in {counted(len(shown), 'tar')}"
         print(
-            f"{found}, no manifest was written; mend or remove them, or let the build read the tars, which rejects what is "
-            "wrong one by one and writes shards of its own"
+            f"{found}, no manifest was written; mend or remove them; where single pictures or captions are wrong, a build with "
+            "source.kind=webdataset rejects those and writes shards of its own"
         )
         return 1
     samples = ", ".join(f"{split} {counted(number, 'sample')}" for split, number in manifest.splits.items())

@@ -63,6 +63,12 @@ class WebdatasetSource:
                     path=path,
                 )
             self._splits[os.path.abspath(path)] = shard.split  # noqa: PTH100
+        if others := sorted({os.path.abspath(tar) for tar in folder.glob("*.tar")} - {*self._splits}):  # noqa: PTH100
+            raise ConfigError(
+                f"{others[0]}: is not in the manifest of {folder}, nor are {len(others) - 1} other tars there; index the "
+                f"folder again, give its tars by a pattern ({folder}/*.tar), or move what does not belong there away",
+                path=others[0],
+            )
         return list(self._splits)
 
     def records(self) -> Iterator[Record]:
