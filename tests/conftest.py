@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from shards.reader import SplitReader
 from shards.sample import Sample
 from shards.writer import ShardWriter
 
+# A shell starts what runs in its background with Ctrl-C ignored, and processes that tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The committed lock file is tested; nothing here may ask the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -1,6 +1,7 @@
 """An S3 server of the tests' own (moto) on this machine, in a process that can be killed."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,15 @@ class ObjectStore:
             except OSError:
                 assert time.monotonic() < deadline, "the S3 server does not start"
                 time.sleep(0.05)
+
+    def pause(self) -> None:
+        """Answer nothing until ``resume``."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         process, self._process = self._process, None

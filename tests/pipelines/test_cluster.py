@@ -164,9 +164,17 @@ def test_a_scheduler_without_workers_is_an_error(ask, command, config_file, sche
     assert f"the Dask scheduler at {scheduler} has no workers, 60 s were waited; start some with" in errors
 
 
+def at_work(folder):
+    """Whether a shard is half written in a folder, which may be gone by the time it is looked at."""
+    try:
+        return any(path.name.endswith(".tmp") for path in folder.iterdir())
+    except FileNotFoundError:
+        return False
+
+
 def wait_for_attempts(out, process, number):
     """Wait until that many workers are at a shard."""
-    while len(list((out / ".build").glob("attempts/*/.*.tmp"))) < number:
+    while sum(at_work(folder) for folder in (out / ".build").glob("attempts/*")) < number:
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
 

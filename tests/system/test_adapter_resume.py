@@ -49,7 +49,7 @@ def starter(shards: Path, base: Path, adapter: str, processes: int) -> Process:
 @pytest.mark.parametrize(
     ("adapter", "processes"),
     [
-        ("lora", 1),
+        pytest.param("lora", 1, marks=pytest.mark.slow),
         ("qlora", 3),
         pytest.param("lora", 3, marks=pytest.mark.slow),
         pytest.param("qlora", 1, marks=pytest.mark.slow),
