@@ -357,7 +357,7 @@ def as_text(result: Audit) -> str:
     lines.append(f"{repeated} repeated, {skipped} skipped, {hidden} masked")
     lines += result.findings
     ok = "OK: every sample" if hidden == "0" else f"OK, but {hidden} masked: every other sample"
-    lines.append(f"{ok} of the order exactly once" if result.ok else "NOT OK: this run is not what its order says")
+    lines.append(f"{ok} of the order exactly once" if result.ok else "NOT OK: what stands above is not as it should be")
     return "\n".join(lines)
 
 

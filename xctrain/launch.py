@@ -117,10 +117,12 @@ def launch(
         codes = _end(ranks, grace_s=0 if stalled else _GRACE_S)
         if None in codes:
             _say_phases(board.read(), first)
-        for i in failed:
+        for i in (i for i in failed if not (asked and codes[i] in _BY_STOP_SIGNAL)):
             _say_last_words(logs, first + i)
     if asked and any(code in _BY_STOP_SIGNAL for code in codes):
-        return EXIT_STOPPED  # it came before this rank listened for it, so before anything was trained
+        # It came before this rank listened for it, so before anything was trained.
+        print("stopped before the first step, nothing was to be saved; start again to go on", file=sys.stderr)
+        return EXIT_STOPPED
     return 1 if stalled else _exit_code(codes, first)
 
 

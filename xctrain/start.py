@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shards.atomic import write_file
 from shards.hashing import mix64
 from shards.joined import SampleReader
+from shards.manifest import NAME as MANIFEST
 from shards.stream import Stream, accumulation
 from xctrain import resume
 from xctrain.config import Config
@@ -60,6 +61,20 @@ class Plan:
         return self.data.reader
 
 
+def require_run_folder(folder: Path) -> None:
+    """Refuse a run.dir that is a file, or holds a dataset, whose report the run's would replace.
+
+    Raises:
+        ConfigError: it is one of them; nothing was written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.dir is {folder}, which is no folder; choose another", path=folder)
+    if (folder / MANIFEST).exists():
+        raise ConfigError(
+            f"run.dir is {folder}, which is a shard folder (it holds {MANIFEST}); choose another", path=folder
+        )
+
+
 def make_plan(config: Config, world_size: int) -> Plan:
     """Check data, batch and resume against the config, in the first second.
 
@@ -68,6 +83,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         FormatError: a shard is not what the manifest says.
         ResumeError: the config forbids this resume.
     """
+    require_run_folder(config.run.dir)
     data = open_data(config.data)
     scored: list[Dataset] = []
     if config.eval.every is not None:

@@ -282,6 +282,14 @@ def test_never_starts_in_a_folder_without_a_run(drawn_shards: Path, tmp_path: Pa
     assert make_plan(config_of(drawn_shards, tmp_path, train__resume="never"), 1).point is None
 
 
+def test_run_folder_that_is_a_file_or_a_dataset_is_refused(drawn_shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = refused(drawn_shards, tmp_path / "file", ConfigError)
+    assert text == f"run.dir is {tmp_path}/file, which is no folder; choose another"
+    text = refused(drawn_shards, drawn_shards, ConfigError)
+    assert text == f"run.dir is {drawn_shards}, which is a shard folder (it holds manifest.json); choose another"
+
+
 def test_path_of_nothing_is_refused(drawn_shards: Path, tmp_path: Path) -> None:
     text = refused(drawn_shards, tmp_path, ConfigError, train__resume="runs/step-7")
     assert text == "train.resume is runs/step-7, there is no such folder; give a checkpoint's folder, auto or never"
