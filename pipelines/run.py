@@ -58,7 +58,8 @@ def _build_shard(job: Build, name: str, progress: Progress) -> dict[str, int]:
         try:
             return job.build_shard(name, progress)
         except PassingError as error:
-            print(trying_again(name, error, attempt, retries), file=sys.stderr)
+            # In one write, as several threads may have something to say.
+            print(f"{trying_again(name, error, attempt, retries)}\n", end="", file=sys.stderr)
             time.sleep(delay_s)
     return job.build_shard(name, progress)
 
