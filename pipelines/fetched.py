@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.config import BuildConfig, HeldOutConfig, SourceConfig
-from pipelines.download import run_download
-from pipelines.download_config import DownloadConfig
 from pipelines.errors import BuildError, PassingError
 from pipelines.progress import progress_bar
 from pipelines.sources import files
@@ -183,6 +181,9 @@ class _Fetcher:
 
 def _downloaded(address: str, path: Path) -> str:
     """From a web server: on from the bytes that are there."""
+    from pipelines.download import run_download  # with an HTTP client, a fifth of the start of every build process
+    from pipelines.download_config import DownloadConfig
+
     files = ({"url": address, "name": path.name},)
     run_download(DownloadConfig.model_validate({"out": path.parent, "dataset": "none", "files": files}))
     return str(path)

@@ -5,7 +5,7 @@ import io
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -43,15 +43,14 @@ def kept(folders: Mapping[str, Path], manifest: Manifest, number: int) -> list[S
     return list(islice((s for s in chain.from_iterable(zip_longest(*per_shard)) if s), number))
 
 
-def _samples(folder: Path, entry: ShardEntry, number: int) -> list[Shown]:
-    shown = []
+def _samples(folder: Path, entry: ShardEntry, number: int) -> Iterator[Shown]:
+    """One by one, as most of them are not asked for."""
     with (folder / entry.meta_name).open("rb") as lines, (folder / entry.name).open("rb") as tar:
         for line in islice(lines, -(-number // 4)):
             image, meta = (_payload(tar, part) for part in json.loads(line)["parts"])
             about = json.loads(meta)
             size = f"{about['width']} x {about['height']}, {entry.split}"
-            shown.append(Shown(thumbnail(image, 1 << 62), about["captions"][0], size))
-    return shown
+            yield Shown(thumbnail(image, 1 << 62), about["captions"][0], size)
 
 
 def _payload(tar: Any, part: Mapping[str, Any]) -> bytes:

@@ -27,6 +27,7 @@ from shards.sample import canonical_json
 FACTS = np.dtype(
     [
         ("sha256", "S32"),
+        ("crc32", "<u4"),  # shows a build process that the file is still the same, for a thirtieth of the work
         ("seen", "<u4"),  # stands for the limits under which ``likeness`` was looked for, 0 where it was not
         ("comparable", "?"),  # whether it was found
         ("likeness", "<u8"),  # perceptual hash
@@ -98,7 +99,7 @@ class Spool:
             source,
             split,
             False,
-            (b"", 0, False, 0),
+            (b"", 0, 0, False, 0),
             self.number(found if isinstance(found, Rejection) else _no_caption(record, cleaned)),
             -1,
         )
@@ -155,7 +156,8 @@ class Spool:
     def rows(self, numbers: Numbers, sources: Sequence[int], placed: bool) -> Iterator[bytes]:
         """The records as they stand in a shard's order, canonical JSON.
 
-        ``sources`` are those of the split, in order. ``placed``: also where the pictures are, which no shard says.
+        ``sources`` are those of the split, in order. ``placed``: also where the pictures are, which no shard says, and the
+        crc32 of their files.
         """
         table = self._table[numbers]
         sha256 = table["facts"]["sha256"].tobytes().hex()
@@ -165,6 +167,8 @@ class Spool:
             later = f',"sha256":{digest}'
             if placed and row["placed"]:
                 later = f',"place":{json.dumps(self.place(number))}{later}'
+            if placed and row["hashed"]:
+                later = f',"crc32":{row["facts"]["crc32"]}{later}'
             if source := sources.index(row["source"]):
                 later += f',"source":{source}'
             verdict = canonical_json(asdict(rejection)) if (rejection := self.rejection(number)) else b"null"

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from PIL import Image, ImageDraw
 
 from shards.manifest import Addition, Manifest
@@ -18,6 +19,10 @@ from shards.writer import ShardWriter
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The committed lock file is tested; nothing here may ask the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# How long an example takes says nothing on a machine that does other work as well.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 COLORS = ("red", "green", "blue", "yellow", "black")
 
