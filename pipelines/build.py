@@ -32,7 +32,7 @@ from pipelines.records import id_order, key_of
 from pipelines.sources import Origin, open_sources
 from pipelines.sources.apart import require_apart
 from pipelines.spool import FACTS, Numbers, Spool
-from pipelines.state import SETTINGS, State, shard_files, write_result
+from pipelines.state import REPLACING, SETTINGS, State, shard_files, write_result
 from pipelines.upload import Upload
 from pipelines.workers import Processes, Threads, Workers
 from shards.atomic import publish, write_file, written_aside
@@ -157,8 +157,7 @@ class Build:
             self.workers = Threads(limit, self.hold, JOBS) if threads else Processes(limit, self.hold)
             held.callback(self.state.sweep)
             held.callback(self.workers.close)
-            if not self.state.published:  # else the folder is still what those settings made of it
-                self.state.write_json(SETTINGS, self.settings)
+            self.state.begin(self.settings, self.config.build.overwrite)
             self._held = held.pop_all()
         return self
 
@@ -255,21 +254,20 @@ class Build:
         manifest = Manifest(
             tuple(ShardEntry(**result["entry"]) for result in results if result["entry"]), self.config.written_settings
         )
-        stale = self.state.stale(set(places))
+        stale, left = self.state.stale(set(places), self.config.build.overwrite)
         staged = {name: result for name, (target, result) in places.items() if target == self.state.next}
         files = {MANIFEST: manifest.to_json(), "rejects.jsonl": rejects}
-        unchanged = not staged and not (stale and self.config.build.overwrite) and _holds(self.config.folder, files)
+        unchanged = not staged and not stale and _holds(self.config.folder, files)
         if unchanged:
             self.state.write_json(SETTINGS, self.settings)
         else:
             folders = {result["entry"]["name"]: target for target, result in places.values() if result["entry"]}
             files |= report.files(self.config, self.planned, manifest, results, folders)
-            self._replace(files, staged, stale)
+            self._replace(files, staged, stale, left)
         shutil.rmtree(self.state.next, ignore_errors=True)
         for order in self.state.slices.glob("*.json"):
             order.unlink()
-        left = () if self.config.build.overwrite else tuple(stale)
-        return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, left)
+        return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, tuple(left))
 
     def _places(self) -> dict[str, tuple[Path, dict[str, Any]]]:
         """Folder and result of every planned shard."""
@@ -300,7 +298,13 @@ class Build:
             path=self.config.folder,
         )
 
-    def _replace(self, files: Mapping[str, bytes], staged: Mapping[str, dict[str, Any]], stale: Sequence[str]) -> None:
+    def _replace(
+        self,
+        files: Mapping[str, bytes],
+        staged: Mapping[str, dict[str, Any]],
+        stale: Sequence[str],
+        left: Sequence[str],
+    ) -> None:
         """Put shards and ``files`` in place, the manifest last. What can fail is done before the old manifest goes.
 
         Without a manifest the folder is no dataset; after a kill in between, the next run goes on from any point.
@@ -311,13 +315,11 @@ class Build:
                 file = written.enter_context(written_aside(self.config.folder / name))
                 file.write(data)
                 file.flush()
-            (self.config.folder / MANIFEST).unlink(missing_ok=True)
-            self.state.write_json(SETTINGS, self.settings)
+            self.state.give_up_manifest(self.settings, stale, left)
             for name, result in staged.items():
                 self.state.adopt(name, result)
-            if self.config.build.overwrite:
-                for name in stale:
-                    self.state.remove_shard(name)
+            self.state.remove_older(stale)
+        (self.state.folder / REPLACING).unlink()
 
     def _require_replaceable(self, names: Sequence[str]) -> None:
         for path in (self.config.folder / name for name in names):

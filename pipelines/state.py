@@ -6,13 +6,15 @@
 .build/results/NAME.json   a finished shard: digest of its records, manifest entry, rejections, statistics
 .build/next/               finished shards and results that replace published ones, until all of them are finished
 .build/attempts/           shards that other machines are writing
+
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,11 @@ from shards.errors import ConfigError, UserError
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
 from shards.sample import canonical_json
+from shards.verify import PENDING
 
 SETTINGS = "settings.json"
+REPLACING = "replacing.json"
+_OF_ADDITIONS = re.compile(r"(rejects|report)-\d+\.(jsonl|json|html)")
 
 
 class State:
@@ -59,7 +64,15 @@ class State:
                 "build.overwrite=true",
                 path=self.out,
             )
+        if self._holds_foreign():
+            raise ConfigError(
+                f"{self.out}: holds tars that another tool wrote and `python -m shards index` indexed, which a build would "
+                "take away; choose another out",
+                path=self.out,
+            )
         before = read_json(self.folder / SETTINGS)
+        if not self.published:
+            before = self._replacing().get("settings", before)
         if not isinstance(before, dict) and (manifest_id := self._published_id()):
             if overwrite:
                 return
@@ -146,12 +159,53 @@ class State:
         for suffix in (".tar", ".tar.idx", ".meta.jsonl"):
             (self.out / f"{name}{suffix}").unlink(missing_ok=True)
 
-    def stale(self, names: set[str]) -> list[str]:
-        """Shards that an older build wrote and this one has no use for."""
-        older = {p.stem for p in (self.folder / "results").glob("*.json")}
+    def begin(self, settings: Mapping[str, Any], overwrite: bool) -> None:
+        """Remember what is built, and whether it may take the place of all else; a later run without it goes on so."""
+        if self.published:  # then the folder is still what other settings may have made of it
+            (self.folder / REPLACING).unlink(missing_ok=True)
+            return
+        self.write_json(SETTINGS, settings)
+        if overwrite:
+            self.write_json(REPLACING, {**self._replacing(), "settings": settings, "left": []})
+
+    def stale(self, names: set[str], overwrite: bool) -> tuple[list[str], list[str]]:
+        """Older shards that this build has no use for: what to remove, and what is left until it is overwritten.
+
+        Where nothing is published they are of a build that did not end, or of a dataset whose replacing did not.
+        """
+        older = {p.stem for p in (self.folder / "results").glob("*.json")} | set(self._replacing().get("older", ()))
         with suppress(UserError):
             older |= {shard.name.removesuffix(".tar") for shard in Manifest.load(self.out).shards}
-        return sorted(older - names)
+        with suppress(OSError, ValueError, KeyError):
+            pending = json.loads((self.folder / PENDING).read_bytes())["shards"]  # of an addition that was killed
+            older |= {name.removesuffix(".tar") for name in pending}
+        stale = older - names
+        left = stale if self.published else stale & set(self._replacing().get("left", ()))
+        return sorted(stale if overwrite else stale - left), [] if overwrite else sorted(left)
+
+    def give_up_manifest(self, settings: Mapping[str, Any], remove: Sequence[str], left: Sequence[str]) -> None:
+        """From here on the folder is no dataset but a build with ``settings``, until its manifest is in place."""
+        self.write_json(REPLACING, {"settings": settings, "older": [*remove, *left], "left": list(left)})
+        (self.out / MANIFEST).unlink(missing_ok=True)
+        self.write_json(SETTINGS, settings)
+
+    def remove_older(self, names: Sequence[str]) -> None:
+        """Remove shards, and what additions to an older dataset have left here."""
+        for name in names:
+            self.remove_shard(name)
+        for path in self.out.iterdir():
+            if _OF_ADDITIONS.fullmatch(path.name):
+                path.unlink()
+        (self.folder / PENDING).unlink(missing_ok=True)
+
+    def _replacing(self) -> dict[str, Any]:
+        found = read_json(self.folder / REPLACING)
+        return found if isinstance(found, dict) else {}
+
+    def _holds_foreign(self) -> bool:
+        with suppress(UserError):
+            return any(shard.foreign for shard in Manifest.load(self.out).shards)
+        return False
 
     def _published_id(self) -> str | None:
         with suppress(UserError):

@@ -1,7 +1,7 @@
 """A finished shard folder to an object store: one whole PUT an object, the manifest last, only what differs.
 
 A store has no rename, so the build is made in a local folder, which stays: a rerun goes on there, and compares.
-OUT/.build/uploaded.json   sha256 of what was sent, and what the store then said of it
+OUT/.build/uploaded.json   sha256 of what was sent, and what the store then said of it; what is still to be removed there
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest
 from shards.remote import Found, Remote, RemoteError
 
+ADDED_FILES = (("rejects", "jsonl"), ("report", "json"), ("report", "html"))  # of each addition, with its number
 AT_ONCE = 4  # objects sent side by side
 REMEMBERED = "uploaded.json"
 
@@ -59,7 +60,7 @@ class Upload:
         return None
 
     def _require_ours(self) -> None:
-        if self._overwrite or not self._there or self._sent["files"]:
+        if self._overwrite or not self._there or self._sent["files"] or self._sent.get("stale"):
             return
         if self._before is None:
             names = [name for name in self._there if "/" in name or not name.endswith((".tar", ".idx", ".jsonl"))]
@@ -126,10 +127,13 @@ class Upload:
         digests = self._digests(manifest)
         known = _shard_digests(before) if before else {}
         todo = [name for name, digest in digests.items() if not self._holds(name, digest, known)]
-        stale = sorted(known.keys() - digests.keys()) if self._overwrite else []
+        older = known.keys() | _additions_files(before) if self._overwrite else set()
+        stale = sorted((older | set(self._sent.get("stale", ()))) & self._there.keys() - digests.keys() - {MANIFEST})
         raw = (self._folder / MANIFEST).read_bytes()
         if not todo and not stale and raw == self._raw:
             return 0
+        self._sent["stale"] = stale
+        self._remember()  # a rerun after a kill removes them too, whoever's they are by then
         if known.keys() & (set(todo) | set(stale)):  # without a manifest it is no dataset, rather than a wrong one
             self._remote.remove(MANIFEST)
         self._put_all(todo, digests, progress)
@@ -137,6 +141,7 @@ class Upload:
         for name in stale:
             self._remote.remove(name)
             self._sent["files"].pop(name, None)
+        del self._sent["stale"]
         self._remember()
         return len(todo) + 1
 
@@ -202,6 +207,11 @@ def _shard_digests(manifest: Manifest) -> dict[str, str]:
             (shard.name, shard.sha256),
         )
     }
+
+
+def _additions_files(manifest: Manifest | None) -> set[str]:
+    numbers = range(1, 1 + len(manifest.additions)) if manifest else ()
+    return {f"{name}-{n}.{kind}" for n in numbers for name, kind in ADDED_FILES}
 
 
 def _sha256(path: Path) -> str:

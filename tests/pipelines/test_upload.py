@@ -180,6 +180,34 @@ def test_what_another_build_put_there_is_refused(to_store, out, coco, pictures, 
     assert "train-000002.tar" not in stored(out)
 
 
+@pytest.mark.parametrize("last", [0, 7, 16, 18])
+def test_an_overwriting_build_that_ends_while_it_sends_is_made_good_without_overwrite(
+    to_store, out, photos, coco, pictures, reference, tmp_path, monkeypatch, last
+):
+    files = {f"{i}.jpg": pictures.encode(pictures.photo(i)) for i in range(60, 100)}
+    to_store(coco(tmp_path / "other", files))
+    to_store(coco(tmp_path / "more", {"0.jpg": pictures.encode(pictures.photo(9))}, first_id=90), kind=Addition)
+    steps, puts, removes = 0, Remote.put, Remote.remove
+
+    def step():
+        nonlocal steps
+        steps += 1
+        if steps > last:
+            raise RemoteError("gone")
+
+    monkeypatch.setattr(upload, "AT_ONCE", 1)
+    monkeypatch.setattr(Remote, "put", lambda self, name, path: (step(), puts(self, name, path)))
+    monkeypatch.setattr(Remote, "remove", lambda self, name: (removes(self, name), step()))
+    with pytest.raises(RemoteError, match="gone"):
+        to_store(photos, staging="another", overwrite=True)
+    monkeypatch.setattr(Remote, "put", puts)
+    monkeypatch.setattr(Remote, "remove", removes)
+    assert "manifest.json" not in stored(out) or RemoteShards(out).manifest.splits == {"train": 24, "val": 5}
+    to_store(photos, staging="another")
+    assert data_of(stored(out)) == reference
+    assert {name for name in stored(out) if name.startswith("report")} == {"report.html", "report.json"}
+
+
 def test_a_bucket_that_is_not_there_is_said_before_anything_is_built(store, make_config, photos, tmp_path):
     with pytest.raises(ConfigError, match="s3://no-such-bucket/x: there is no bucket no-such-bucket; make it"):
         run_plain(make_config(photos, "s3://no-such-bucket/x", build={"staging": tmp_path / "staging"}))
