@@ -18,6 +18,10 @@ def _as_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _tab(value: Any) -> Any:
+    return "\t" if value in ("tab", "\\t") else value  # as it is written on a command line
+
+
 # A path or an address such as s3://bucket/folder. Text, as pathlib makes one slash of two.
 Location = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 
@@ -33,12 +37,12 @@ class Settings(BaseModel):
 Locations = Location | tuple[Location, ...]
 Kind = Literal["coco", "karpathy", "jsonl", "csv", "parquet", "webdataset"]
 _NOT_FOR = {  # fields that mean nothing to a kind
-    "coco": ("path", "image_field", "caption_field", "id_field", "split_field", "expected_counts"),
-    "karpathy": ("path", "image_field", "caption_field", "id_field", "split_field"),
-    "jsonl": ("root", "annotations", "expected_counts"),
+    "coco": ("path", "image_field", "caption_field", "id_field", "split_field", "delimiter", "expected_counts"),
+    "karpathy": ("path", "image_field", "caption_field", "id_field", "split_field", "delimiter"),
+    "jsonl": ("root", "annotations", "delimiter", "expected_counts"),
     "csv": ("root", "annotations", "expected_counts"),
-    "parquet": ("root", "annotations", "expected_counts"),
-    "webdataset": ("root", "annotations", "images", "expected_counts"),
+    "parquet": ("root", "annotations", "delimiter", "expected_counts"),
+    "webdataset": ("root", "annotations", "images", "delimiter", "expected_counts"),
 }
 
 
@@ -60,7 +64,8 @@ class SourceConfig(Settings):
     images: Locations | None = Field(
         None,
         description="Folder of images, or a zip of it, which is read in place; a list: one for each file of annotations, or "
-        "all searched. Default: found below root; for jsonl, csv and parquet the folder of path.",
+        "all searched. Default: found below root; for jsonl, csv and parquet the folder of path. Paths in rows count from it; "
+        "absolute ones, and those with .., are followed only into it, so give a folder above them, / for any.",
     )
     path: Locations | None = Field(
         None,
@@ -80,6 +85,10 @@ class SourceConfig(Settings):
     split_field: str | None = Field(
         None,
         description="Column of the official split. Default none: the name of the file, such as val.jsonl, says it.",
+    )
+    delimiter: Annotated[str, BeforeValidator(_tab), Field(min_length=1, max_length=1)] | None = Field(
+        None,
+        description="Character between the columns of a CSV file, such as ; or tab. Default: tab in .tsv files, else a comma.",
     )
     split: SplitName = "train"
     name: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")] | None = Field(

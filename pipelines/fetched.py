@@ -14,15 +14,14 @@ from typing import Any
 from pipelines.config import BuildConfig, HeldOutConfig, SourceConfig
 from pipelines.errors import BuildError, PassingError
 from pipelines.progress import progress_bar
-from pipelines.sources import files
+from pipelines.sources import files, table
 from shards.atomic import aside, publish, write_file
 from shards.errors import ConfigError
 from shards.manifest import NAME as MANIFEST
 from shards.remote import Found, Remote, RemoteError, UnreachableError, is_remote, shown
 
 _SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson"),
-    "csv": (".csv", ".tsv"),
+    **table.SUFFIXES,
     "parquet": (".parquet",),
     "webdataset": (".tar", MANIFEST),
 }
@@ -196,7 +195,9 @@ def _folder(place: str) -> str:
 
 
 def _is_file(source: SourceConfig, place: str) -> bool:
-    return not set(place) & set("*?[") and place.partition("?")[0].endswith(_SUFFIXES.get(source.kind, (".json",)))
+    return not set(place) & set("*?[") and place.partition("?")[0].endswith(
+        _SUFFIXES.get(source.kind, (".json", ".json.gz"))
+    )
 
 
 def _captions(names: Iterable[str], part: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from pipelines.errors import BuildError
 from pipelines.filters import Reason, Rejection
 from pipelines.progress import map_bounded
+from shards.compressed import advice, compression
 from shards.errors import ConfigError
 from shards.remote import is_remote
 
@@ -102,6 +103,8 @@ def _open_path(path: Path) -> Images:
         raise ConfigError(f"{path}: there is no such folder or zip of images; check source.images", path=path)
     with path.open("rb"):
         pass  # what may not be read is not for that reason no zip
+    if not zipfile.is_zipfile(path) and (kind := compression(path)):
+        raise ConfigError(f"{path}: {advice(path, kind)}; images are a folder or a zip", path=path)
     if not zipfile.is_zipfile(path):
         raise ConfigError(f"{path}: is neither a folder nor a zip; source.images must be one of them", path=path)
     return ZipImages(path)

@@ -1,6 +1,7 @@
 """Which records go into which shard, and which are rejected before their pictures are decoded."""
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from pipelines.near_duplicates import BITS, settle
 from pipelines.progress import Progress
 from pipelines.records import Record
 from pipelines.sources import Origin, Source
+from pipelines.sources.paths import leads_out
 from pipelines.spool import Numbers, Spool
 from shards.errors import ConfigError, counted
 from shards.sample import canonical_json
@@ -140,6 +142,7 @@ def require_images(source: Source) -> None:
     """
     images, count, first = open_images(source.images), 0, None
     reasons = set()
+    outside: list[str] = []
     for record in source.records():
         found = stamp(images, record)
         first, count = first or record, count + 1
@@ -148,7 +151,17 @@ def require_images(source: Source) -> None:
         reasons.add(found.reason)
         if len(reasons) > 1:
             return
+        if isinstance(record.file_name, str) and leads_out(record.file_name):
+            folder = record.file_name.rpartition("/")[0] or "/"
+            outside = [os.path.commonpath([*outside, folder])] if folder.startswith("/") else outside or [""]
     assert first is not None
+    if outside:
+        raise ConfigError(
+            f"{where(source.images)}: not one image of {source.location} ({count}) is in it; for example "
+            f"{first.file_name!a} leads out of it, and is not followed; set source.images to a folder above all of them"
+            + (f", such as {outside[0]}" if outside[0] else ""),
+            path=source.location,
+        )
     if reasons == {Reason.UNREADABLE_FILE}:
         raise ConfigError(
             f"{where(source.images)}: not one image of {source.location} ({count}) can be read, for example "

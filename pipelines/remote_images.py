@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pipelines.errors import BuildError, PassingError
 from pipelines.filters import Reason, Rejection
 from pipelines.images import Images, Stamp, unsafe
+from pipelines.sources.paths import leads_out
 from shards.remote import TRIES, Found, Remote, RemoteError, UnreachableError, is_remote
 
 T = TypeVar("T")
@@ -62,7 +63,14 @@ class UrlImages:
         return any(map(is_remote, names))
 
     def stamp(self, file_name: str) -> Stamp | Rejection:
-        return (1, _RUN) if is_remote(file_name) else self._local.stamp(file_name)
+        if is_remote(file_name):
+            return (1, _RUN)
+        if isinstance(file_name, str) and leads_out(file_name):
+            return Rejection(
+                Reason.MISSING_FILE,
+                "leads out of the folder of images and was not followed; source.images has to be a folder above it",
+            )
+        return self._local.stamp(file_name)
 
     def read(self, file_name: str) -> bytes | Rejection:
         """A dead address is a rejection; a host that answered before and does not any more fails the build."""

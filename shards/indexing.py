@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from shards.atomic import write_file
 from shards.checksum import crc32
+from shards.compressed import SUFFIXES, advice, compression
 from shards.errors import ConfigError, FormatError
 from shards.foreign import CAPTIONS, ORIENTATION, PICTURES, captions_of, key_of, split_name
 from shards.index import pack_index
@@ -104,8 +105,10 @@ def _tars(folder: Path, splits: Mapping[str, str]) -> list[tuple[str, Path]]:
     """Split and path of each tar, splits in their order, names rising."""
     paths = sorted(folder.glob("*.tar"))
     if not paths:
+        packed = [path.name for path in sorted(folder.iterdir()) if path.name.endswith(SUFFIXES)]
+        hint = f", and {packed[0]} is compressed: decompress it first" if packed else ""
         raise ConfigError(
-            f"{folder}: holds no file that ends in .tar; give the folder that holds them itself", path=folder
+            f"{folder}: holds no file that ends in .tar{hint}; give the folder that holds them itself", path=folder
         )
     chosen = [(split, path) for split, pattern in splits.items() for path in paths if path.match(pattern)]
     for path in paths:
@@ -135,15 +138,20 @@ class _Scan:
             file.seek(0)
             problems: list[str] = []
             members = self._members(file, problems)
-            closed: set[str] = set()
+            closed: dict[str, set[str]] = {}
             for name, group in groupby(members, key=lambda member: member.sample):
                 files = list(group)
+                if again := [f for f in files if f.extension in closed.get(name, ())]:
+                    yield self._finding(
+                        again[0].name, f"{name} is in the tar twice; keys must be unique: rename one of them"
+                    )
+                    continue
                 if name in closed:
                     yield self._finding(
                         files[0].name, f"the other members of {name} are not beside it; write the tar sorted by name"
                     )
                     continue
-                closed.add(name)
+                closed[name] = {f.extension for f in files}
                 key = key_of(name)
                 if key in seen:
                     yield self._finding(
@@ -181,7 +189,9 @@ class _Scan:
                     yield _Member(info.name, parts[0], parts[1].lower(), info.offset, info.offset_data, info.size)
                 self.end = tar.offset
         except (tarfile.TarError, EOFError, OSError) as error:
-            problems.append(f"cannot be read beyond {last}: {error}; it is cut, damaged or compressed, fetch it again")
+            kind = compression(self.path)
+            what = advice(self.path, kind) if kind else "is cut or damaged; fetch it again"
+            problems.append(f"cannot be read beyond {last}: {error}; it {what}")
             return
         file.seek(self.end)
         if not (rest := file.read(_CHUNK)):

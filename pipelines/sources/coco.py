@@ -127,7 +127,7 @@ def _find_images(source: SourceConfig, annotations: Path) -> Path:
         raise ConfigError(
             f"{annotations}: {files.section(source)}.images is missing; give the folder or zip of its pictures"
         )
-    root, name = Path(source.root), annotations.stem.removeprefix("captions_")
+    root, name = Path(source.root), annotations.name.partition(".json")[0].removeprefix("captions_")
     places = [root / name, root / f"{name}.zip", root / "images" / name, root / "images"]
     for place in places:
         if place.exists():
@@ -189,11 +189,13 @@ def load_json(path: Path, shape: str, field: str) -> Any:
         ConfigError: the file is absent, cannot be read, or is no JSON.
     """
     try:
-        text = path.read_bytes()
+        with files.open_binary(str(path)) as file:
+            text = file.read()
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; check {field}", path=path) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {shape}", path=path) from None
+    except files.UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}; {shape}", path=path) from None
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

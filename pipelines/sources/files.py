@@ -1,11 +1,15 @@
 """The files that a source consists of, and what their names and columns say."""
 
+import bz2
 import difflib
 import glob
+import gzip
 import io
+import lzma
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -14,6 +18,7 @@ from typing import Any, BinaryIO, TextIO
 from pipelines.config import HeldOutConfig, SourceConfig
 from pipelines.records import ImageId, Record, as_id
 from pipelines.sources import hub
+from shards.compressed import SUFFIXES, advice, compression
 from shards.errors import ConfigError, counted, describe
 
 # Names of splits that mean the same; restval is the part of COCO's val that Karpathy's split trains on.
@@ -25,6 +30,8 @@ SAME_SPLIT = {
     "dev": "val",
     "testing": "test",
 }
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)  # a file that is not what it should be
+_OPENERS: Mapping[str, Callable[[str], Any]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _SPLITS = {*SAME_SPLIT, "train", "val", "test"}
 KEPT_FIELDS = ("license", "coco_url", "flickr_url", "date_captured", "url")  # what attribution needs
 IMAGE_FIELDS = ("image", "file_name", "filename", "image_path", "filepath", "path", "image_url", "url", "jpg", "png")
@@ -56,7 +63,9 @@ def find_files(config: SourceConfig, suffixes: Sequence[str]) -> list[str]:
             found.append(location)
         elif path.is_dir():
             inside = sorted(str(p) for p in path.rglob("*") if p.name.endswith(tuple(suffixes)) and p.is_file())
-            found += inside or _nothing(config, location, f"holds no file that ends in {' or '.join(suffixes)}")
+            packed = [p.name for p in sorted(path.rglob("*")) if p.name.endswith(SUFFIXES)]
+            hint = f", and {packed[0]} is compressed: decompress it first" if packed else ""
+            found += inside or _nothing(config, location, f"holds no file that ends in {' or '.join(suffixes)}{hint}")
         elif glob.has_magic(location):
             inside = sorted(p for p in glob.glob(location, recursive=True) if Path(p).is_file())  # noqa: PTH207
             found += inside or _nothing(config, location, "no file has a name like this")
@@ -145,7 +154,10 @@ def joined(records: Iterable[Record]) -> Iterator[Record]:
 
 def unreadable(location: str, error: Exception, expected: str) -> ConfigError:
     """What to raise when a file of a source cannot be read."""
-    what = describe(error) if isinstance(error, OSError) else f"{location}: {' '.join(str(error).split())[:200]}"
+    if kind := compression(location):
+        expected = f"{expected}; it {advice(location, kind)}"
+    system = isinstance(error, OSError) and error.errno
+    what = describe(error) if system else f"{location}: {' '.join(str(error).split())[:200]}"  # type: ignore[arg-type]
     return ConfigError(f"{what}; expected {expected}", path=location)
 
 
@@ -161,8 +173,18 @@ def plain(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_binary(location: str) -> BinaryIO:
-    """A file to read, line by line or at any place."""
-    return Path(location).open("rb")
+    """A file to read line by line, decompressed where it is compressed.
+
+    Raises:
+        ConfigError: it is compressed in a way that Python cannot undo.
+    """
+    kind = compression(location)
+    if kind is None:
+        return Path(location).open("rb")
+    if kind not in _OPENERS:
+        raise ConfigError(f"{location}: {advice(location, kind)}", path=location)
+    opened: BinaryIO = _OPENERS[kind](location)
+    return opened
 
 
 def open_text(location: str) -> TextIO:

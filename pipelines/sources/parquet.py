@@ -24,6 +24,7 @@ from pipelines.filters import Reason, Rejection
 from pipelines.images import ImagesSpec, Stamp
 from pipelines.records import Record
 from pipelines.sources import files
+from pipelines.sources.paths import Paths
 from pipelines.sources.table import images_of
 from shards.atomic import written_aside
 from shards.errors import ConfigError
@@ -67,7 +68,7 @@ class ParquetSource:
         stored = {"kind": "parquet", "folder": self._folder, "column": self._image, "cache": str(cache.absolute())}
         paths = {"kind": "urls", "others": places or self._folder}  # a row may name an address
         self.images: ImagesSpec = paths if self._as_paths else stored
-        self._top = f"{paths['others']}/"
+        self._paths = Paths.of(paths["others"])
 
     def _only_paths(self) -> bool:
         """Whether a struct of bytes and path has no bytes: Hugging Face datasets whose images were not embedded."""
@@ -96,7 +97,7 @@ class ParquetSource:
 
     def _records(self, file: str) -> Iterator[Record]:
         config, name = self._config, os.path.relpath(file, self._folder)
-        chunks, split_of_file = _open(file), files.split_of_file(name)
+        chunks, split_of_file, folder = _open(file), files.split_of_file(name), os.path.dirname(file)  # noqa: PTH120
         has_path = self._as_paths or self._has_path
         image = f"{self._image}.path" if self._has_path else self._image
         wanted = [self._caption, config.id_field, config.split_field, *files.KEPT_FIELDS, image if has_path else None]
@@ -109,7 +110,7 @@ class ParquetSource:
             for number, row in enumerate(rows):
                 path = row.get(self._image) if has_path else None
                 path = path.get("path") if isinstance(path, dict) else path
-                path = path.removeprefix(self._top) if path and self._as_paths else path
+                path = self._paths.place(path, [*self._paths.tops, folder]) if path and self._as_paths else path
                 place = None if self._as_paths else f"{name}:{chunk}:{number}"
                 content = next(contents, None)
                 if config.id_field:

@@ -12,9 +12,14 @@ from pipelines.config import SourceConfig
 from pipelines.images import ImagesSpec
 from pipelines.records import Record
 from pipelines.sources import files
+from pipelines.sources.paths import Paths, leads_out
 from shards.errors import ConfigError
 
-_SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "csv": (".csv", ".tsv")}
+SUFFIXES = {
+    kind: (*plain, *(f"{suffix}.gz" for suffix in plain))
+    for kind, plain in {"jsonl": (".jsonl", ".ndjson"), "csv": (".csv", ".tsv")}.items()
+}
+DELIMITERS = {",": ",", ";": "';'", "\t": "tab", "|": "'|'"}  # as they are given on a command line
 _EXPECTED = {
     "jsonl": 'JSONL, one object a line, such as {"image": "a.jpg", "caption": "a dog"}',
     "csv": "CSV in UTF-8 with a line of column names, such as image,caption",
@@ -29,7 +34,7 @@ class TableSource:
         self.kind: str = config.kind
         self.counts: Counter[str] = Counter()
         self._config = config
-        self._files = files.find_files(config, _SUFFIXES[config.kind])
+        self._files = files.find_files(config, SUFFIXES[config.kind])
         self.location = files.several([os.path.abspath(f) for f in self._files])  # noqa: PTH100
         folders = [os.path.dirname(os.path.abspath(f)) for f in self._files]  # noqa: PTH100, PTH120
         top = os.path.commonpath(folders)
@@ -37,7 +42,7 @@ class TableSource:
         self._below = [os.path.relpath(f, top) if config.images is None and f != top else "" for f in folders]
         others: ImagesSpec = images_of(config) or top
         self.images: ImagesSpec = {"kind": "urls", "others": others}  # a row may name an address
-        self._top = f"{others}/" if isinstance(others, str) else "/"
+        self._paths = Paths.of(others)
         for file in self._files:
             self._columns(file, next(self._rows(file), None))
 
@@ -62,14 +67,15 @@ class TableSource:
     def _records(self, file: str, split_of_file: str | None, below: str) -> Iterator[Record]:
         config = self._config
         columns: tuple[str, str] | None = None
+        folder = os.path.dirname(os.path.abspath(file))  # noqa: PTH100, PTH120
+        starts = [folder] if config.images is None else [*self._paths.tops, folder]
         for where, row in self._rows(file):
             image_field, caption_field = columns = columns or self._columns(file, (where, row))
             name = row.get(image_field)
             if isinstance(name, str):
-                if name.startswith(self._top):
-                    name = name.removeprefix(self._top)
-                elif below and not name.startswith("/") and "://" not in name:
+                if below and "://" not in name and not leads_out(name):
                     name = f"{below}/{name}"
+                name = self._paths.place(name, starts)
             image_id = (
                 files.given_id(where, row.get(config.id_field), config.id_field)
                 if config.id_field
@@ -90,9 +96,35 @@ class TableSource:
     def _rows(self, file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Where a row stands, and what is in it."""
         try:
-            yield from _json_rows(file) if self.kind == "jsonl" else _csv_rows(file)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            yield from _json_rows(file) if self.kind == "jsonl" else self._csv_rows(file)
+        except (*files.UNREADABLE, csv.Error) as error:
             raise files.unreadable(file, error, _EXPECTED[self.kind]) from None
+
+    def _csv_rows(self, file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        with files.open_text(file) as lines:
+            delimiter = self._config.delimiter or ("\t" if file.removesuffix(".gz").endswith(".tsv") else ",")
+            rows = csv.reader(lines, delimiter=delimiter, strict=True)
+            names = next(rows, [])
+            if len(names) == 1 and (others := [other for other in DELIMITERS if other in names[0]]):
+                raise ConfigError(
+                    f"{file}: with {delimiter!r} between columns its only one is {names[0]!r}; set "
+                    f"{files.section(self._config)}.delimiter={DELIMITERS[others[0]]}",
+                    path=file,
+                )
+            if len(set(names)) != len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ConfigError(f"{file}: has two columns {twice!r}; rename one of them", path=file)
+            for row in rows:
+                if not row:
+                    continue
+                where = f"{file}, line {rows.line_num}"
+                if len(row) != len(names):
+                    raise ConfigError(
+                        f"{where}: has {len(row)} values, its header names {len(names)} columns; a caption with a comma or "
+                        "a line break stands in double quotes",
+                        path=file,
+                    )
+                yield where, dict(zip(names, row, strict=True))
 
 
 def images_of(config: SourceConfig) -> ImagesSpec | None:
@@ -124,23 +156,3 @@ def _json_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if not isinstance(row, dict):
                 raise ConfigError(f"{where}: holds a {type(row).__name__}; expected {_EXPECTED['jsonl']}", path=file)
             yield where, row
-
-
-def _csv_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with files.open_text(file) as lines:
-        rows = csv.reader(lines, delimiter="\t" if file.endswith(".tsv") else ",", strict=True)
-        names = next(rows, [])
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"{file}: has two columns {twice!r}; rename one of them", path=file)
-        for row in rows:
-            if not row:
-                continue
-            where = f"{file}, line {rows.line_num}"
-            if len(row) != len(names):
-                raise ConfigError(
-                    f"{where}: has {len(row)} values, its header names {len(names)} columns; a caption with a comma or "
-                    "a line break stands in double quotes",
-                    path=file,
-                )
-            yield where, dict(zip(names, row, strict=True))

@@ -14,6 +14,7 @@ from pipelines.images import ImagesSpec
 from pipelines.records import ImageId, Record
 from pipelines.sources import files
 from shards.errors import ConfigError, FormatError
+from shards.foreign import split_name
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest
 
@@ -24,7 +25,7 @@ _EXPECTED = "an uncompressed tar of samples, each an image and a txt or json mem
 @dataclass
 class _Sample:
     name: str
-    members: dict[str, tarfile.TarInfo] = field(default_factory=dict)  # by extension
+    members: dict[str, tarfile.TarInfo] = field(default_factory=dict)  # by extension, in small letters
 
 
 class WebdatasetSource:
@@ -99,8 +100,8 @@ class WebdatasetSource:
         return Record(image_id, file_name, self._captions(sample, about, file), kept, place, split)
 
     def _image(self, tar: str, sample: _Sample) -> tarfile.TarInfo | None:
-        wanted = self._config.image_field
-        found = [x for x in sample.members if (x == wanted if wanted else x.lower() in IMAGE_EXTENSIONS)]
+        wanted = (self._config.image_field or "").lower()
+        found = [x for x in sample.members if (x == wanted if wanted else x in IMAGE_EXTENSIONS)]
         if len(found) > 1:
             raise ConfigError(
                 f"{tar}: sample {sample.name!a} has several images: {', '.join(found)}; set source.image_field to the "
@@ -125,9 +126,9 @@ class WebdatasetSource:
         """From the member or the field of the json that is wanted, or from the first of the usual ones."""
         wanted = self._config.caption_field
         for name in (wanted,) if wanted else ("txt", *files.CAPTION_FIELDS):
-            if name in sample.members and name != "json":
+            if (member := sample.members.get(name.lower())) and name != "json":
                 try:
-                    return (_content(file, sample.members[name]).decode(),)
+                    return (_content(file, member).decode(),)
                 except UnicodeDecodeError:
                     return (None,)  # not a text
             if name in about:
@@ -135,29 +136,33 @@ class WebdatasetSource:
         return ()
 
     def _samples(self, tar: str) -> Iterator[_Sample]:
-        """Neighbouring members with one name.
+        """Neighbouring members with one name, by their extensions in small letters, as `shards index` has them.
 
         Raises:
-            ConfigError: the tar is damaged, or members of a sample stand apart.
+            ConfigError: the tar is damaged, a sample stands in it twice, or its members stand apart.
         """
-        seen: set[str] = set()
+        seen: dict[str, tuple[str, ...]] = {}
         current: _Sample | None = None
         for member in _members(tar):
-            folder, slash, base = member.name.rpartition("/")
-            stem, _, extension = base.partition(".")
-            name = f"{folder}{slash}{stem}"
-            if not stem:  # ._macos and the like
+            if (parts := split_name(member.name)) is None:
                 continue
+            name, extension = parts[0], parts[1].lower()
             if current is None or name != current.name:
                 if current:
+                    seen[current.name] = tuple(current.members)
                     yield current
+                if extension in seen.get(name, ()):
+                    raise ConfigError(
+                        f"{tar}: holds sample {name!a} twice, the second time with {member.name!a}; names must be unique: remove "
+                        "one of them, or rename it",
+                        path=tar,
+                    )
                 if name in seen:
                     raise ConfigError(
                         f"{tar}: members of sample {name!a} stand apart, others lie between them; write the tar anew with "
                         "the members of each sample side by side (`tar --sort=name`)",
                         path=tar,
                     )
-                seen.add(name)
                 current = _Sample(name)
             if extension in current.members:
                 raise ConfigError(f"{tar}: holds {member.name!a} twice; names must be unique", path=tar)

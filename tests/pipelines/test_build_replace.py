@@ -79,8 +79,7 @@ def end_of_rerun(photos, make_config, out):
     """Content after a rerun without overwrite, or with it where the old dataset is still there and guarded."""
     try:
         run_plain(make_config(photos, out, build=NEW))
-    except ConfigError as error:
-        assert "overwrite=true" in str(error)
+    except ConfigError:
         assert [f for f in verify(out) if not f.stranger and "settings" not in f.problem] == []
         run_plain(make_config(photos, out, build={**NEW, "overwrite": True}))
     assert verify(out) == []
@@ -185,6 +184,6 @@ def test_tars_of_another_tool_are_never_overwritten(photos, make_config, tmp_pat
         shutil.copy(tar, folder)
     index_folder(folder)
     with pytest.raises(
-        ConfigError, match="holds tars that another tool wrote .* which a build would take away; choose"
+        ConfigError, match=r"holds tars that another tool wrote .* which a build would take away; choose"
     ):
         run_plain(make_config(photos, folder, build={"overwrite": True}))

@@ -1,40 +1,14 @@
 """JSONL, CSV and Parquet: what a row may hold, and what is refused."""
 
-import csv
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from tables import KINDS, read, source_of
 
-from pipelines.config import BuildConfig, SourceConfig
+from pipelines.config import SourceConfig
 from pipelines.run import run_plain
-from pipelines.sources import open_sources
 from shards.errors import ConfigError
 from shards.reader import SplitReader
-
-
-def source_of(kind, rows, folder):
-    """Rows (dicts) as a file of a kind."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if kind == "jsonl":
-        (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    elif kind == "csv":
-        with (folder / "pairs.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), folder / "pairs.parquet")
-    return {"kind": kind, "path": folder / f"pairs.{kind}"}
-
-
-def read(source, **sections):
-    (origin,) = open_sources(BuildConfig.model_validate({"source": source, "out": "o", "held_out": "none", **sections}))
-    return list(origin.source.records())
-
-
-KINDS = ("jsonl", "csv", "parquet")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,6 +66,13 @@ def test_columns_without_a_usual_name_have_to_be_named(tmp_path, kind):
             b"image,caption\na.jpg,one, two\n",
             r"line 2: has 3 values, its header names 2 columns; a caption with a c",
         ),
+        (
+            "a.csv",
+            b"image;caption\na.jpg;x\n",
+            r"between columns its only one is 'image;caption'; set source.delimiter=';'",
+        ),
+        ("a.csv", b"image\tcaption\na.jpg\tx\n", r"its only one is 'image\\tcaption'; set source.delimiter=tab"),
+        ("a.csv", b"image|caption\n", r"its only one is 'image\|caption'; set source.delimiter='\|'"),
         ("a.csv", b"image,image,caption\na,b,c\n", r"has two columns 'image'; rename one"),
         ("a.csv", b"image,caption\n\xff\xfe,c\n", r"a.csv: 'utf-8' codec can't decode .*expected CSV in UTF-8"),
         ("a.csv", b'image,caption\na.jpg,"open\n', r"a.csv: unexpected end of data; expected CSV"),
@@ -134,6 +115,21 @@ def test_paths_that_lead_nowhere_are_named(tmp_path):
 def test_settings_that_do_not_fit_the_kind_are_refused(source, message):
     with pytest.raises(ValueError, match=message):
         SourceConfig.model_validate(source)
+
+
+@pytest.mark.parametrize(("given", "delimiter"), [(";", ";"), ("tab", "\t"), ("\\t", "\t"), ("|", "|"), (None, ",")])
+def test_columns_of_csv_may_be_parted_by_any_character(tmp_path, given, delimiter):
+    (tmp_path / "a.csv").write_text(f'image{delimiter}caption\na.jpg{delimiter}"a; dog, or\t|"\n')
+    (record,) = read({"kind": "csv", "path": tmp_path / "a.csv", "delimiter": given})
+    assert (record.file_name, record.captions) == ("a.jpg", ("a; dog, or\t|",))
+
+
+def test_tsv_has_tabs_unless_told_otherwise(tmp_path):
+    (tmp_path / "a.tsv").write_text("image\tcaption\na.jpg\tone\n")
+    assert read({"kind": "csv", "path": tmp_path / "a.tsv"})[0].captions == ("one",)
+    (tmp_path / "a.tsv").write_text("image,caption\na.jpg,one\n")
+    with pytest.raises(ConfigError, match=r"with '\\t' between columns its only one is .*set source.delimiter=,"):
+        read({"kind": "csv", "path": tmp_path / "a.tsv"})
 
 
 def test_parquet_columns_of_another_type_are_no_images(tmp_path):

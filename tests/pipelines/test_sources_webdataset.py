@@ -56,6 +56,18 @@ def test_long_names_folders_and_resource_forks_are_taken_as_tars_have_them(tmp_p
     assert [(r.image_id, r.captions) for r in records] == [(f"a.tar/{deep}", ("long",)), ("a.tar/\u00fc", ("uml",))]
 
 
+def test_extensions_may_be_in_capitals_and_members_of_no_sample_are_passed_over(tmp_path):
+    members = [("README", b"x"), ("__index__", b"{}"), ("a.JPG", b"x"), ("a.TXT", b"one"), ("b.Png", b"x"),
+               ("b.Json", b'{"caption": "two"}'), ("c.JPG", b"x"), ("c.CAPTION", b"three")]  # fmt: skip
+    records, _ = read(tar(tmp_path / "a.tar", members))
+    assert [(r.file_name, r.captions) for r in records] == [
+        ("a.tar/a.JPG", ("one",)),
+        ("a.tar/b.Png", ("two",)),
+        ("a.tar/c.JPG", ("three",)),
+    ]
+    assert read(tmp_path / "a.tar", image_field="JPG", caption_field="TXT")[0][0] == records[0]
+
+
 def test_a_sample_without_an_image_is_rejected(tmp_path, make_config, pictures, rejects):
     photo = pictures.encode(pictures.photo(1))
     members = [("a.jpg", photo), ("a.txt", b"one"), ("b.txt", b"alone")]
@@ -68,6 +80,11 @@ def test_a_sample_without_an_image_is_rejected(tmp_path, make_config, pictures, 
     [
         ([("a.jpg", b"x"), ("b.jpg", b"x"), ("a.txt", b"x")], r"a.tar: members of sample 'a' stand apart"),
         ([("a.jpg", b"x"), ("a.jpg", b"y")], r"a.tar: holds 'a.jpg' twice"),
+        ([("a.jpg", b"x"), ("a.JPG", b"y")], r"a.tar: holds 'a.JPG' twice"),
+        (
+            [("a.jpg", b"x"), ("a.txt", b"x"), ("b.jpg", b"x"), ("a.jpg", b"y"), ("a.txt", b"y")],
+            r"a.tar: holds sample 'a' twice, the second time with 'a.jpg'; names must be unique: remove one of them",
+        ),
         (
             [("a.jpg", b"x"), ("a.seg.png", b"y"), ("a.png", b"y")],
             r"sample 'a' has several images: jpg, png; set .*image_field",

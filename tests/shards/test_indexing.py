@@ -198,7 +198,7 @@ def change(path: Path, old: bytes, new: bytes) -> None:
 BAD_TARS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut inside a payload": (
         lambda p: cut(p, place(p).offset_data + 100),
-        "00001.tar: cannot be read beyond 000000004.jpg: unexpected end of data; it is cut, damaged or compressed",
+        "00001.tar: cannot be read beyond 000000004.jpg: unexpected end of data; it is cut or damaged; fetch it again",
     ),
     "cut between members": (
         lambda p: cut(p, place(p).offset),
@@ -210,7 +210,7 @@ BAD_TARS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "compressed": (
         lambda p: write_gzip(p),
-        "00001.tar: cannot be read beyond its start: ",
+        "00001.tar: cannot be read beyond its start: {}; it is compressed (gzip); decompress it first (`gunzip 00001.tar`)",
     ),
     "empty": (lambda p: p.write_bytes(b""), "00001.tar: cannot be read beyond its start: empty file"),
     "no samples": (lambda p: write_tar(p, [("README", b"x")]), "00001.tar: holds no sample; remove it"),
@@ -221,6 +221,10 @@ BAD_TARS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a key of another shard": (
         lambda p: write_tar(p, [*sample(2), *sample(3)]),
         "00001.tar: 000000002.jpg: its sample is in 00000.tar too; keys must be unique over the dataset",
+    ),
+    "a sample twice": (
+        lambda p: write_tar(p, [*sample(3), *sample(4), *sample(3)]),
+        "00001.tar: 000000003.jpg: 000000003 is in the tar twice; keys must be unique: rename one of them",
     ),
     "a doubled member": (
         lambda p: write_tar(p, [*sample(3), sample(3)[0]]),
@@ -298,6 +302,37 @@ def test_a_builds_folder_is_left_alone(dataset: Path, capsys: pytest.CaptureFixt
     assert code == 2
     assert "a build wrote it, so there is nothing to index" in out
     assert (dataset / NAME).read_bytes() == before
+
+
+def test_what_index_and_a_build_take_for_samples_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pipelines.config import BuildConfig
+    from pipelines.sources import open_sources
+
+    members = [
+        ("README", b"x"),
+        ("__meta__", b"{}"),
+        *((name.replace("jpg", "JPG").replace("txt", "TXT"), data) for name, data in sample(0)),
+        (".hidden.jpg", b"x"),
+        *((f"deep/er/{name}", data) for name, data in sample(1)),
+        *((f"d.ots/{name}", data) for name, data in sample(2)),
+    ]
+    write_tar(tmp_path / "a.tar", members)
+    assert index(capsys, tmp_path)[0] == 0
+    reader = SplitReader(tmp_path, "train")
+    indexed = [(s.meta["file_name"], s.captions) for s in map(reader.read, range(len(reader)))]
+    source = {"kind": "webdataset", "path": str(tmp_path / "a.tar")}
+    (origin,) = open_sources(BuildConfig.model_validate({"source": source, "out": "o"}))
+    built = [(r.file_name.removeprefix("a.tar/"), r.captions) for r in origin.source.records()]
+    assert indexed == built
+    assert len(built) == 3
+
+
+def test_a_folder_of_compressed_tars_is_said_to_be_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_gzip(tmp_path / "a.tar.gz")
+    code, out = index(capsys, tmp_path)
+    assert (code, "ends in .tar, and a.tar.gz is compressed: decompress it first" in out) == (2, True)
 
 
 def test_a_folder_without_tars_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
