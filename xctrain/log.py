@@ -10,6 +10,7 @@ from shards.atomic import write_file
 from shards.errors import UserError
 
 METRICS = "metrics.jsonl"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def keys_name(rank: int) -> str:
@@ -31,7 +32,7 @@ class JsonLines:
             UserError: the disk is full.
         """
         try:
-            self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._file.write(_encode(fields) + "\n")
             self._file.flush()
         except OSError as error:
             raise UserError(

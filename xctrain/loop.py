@@ -97,7 +97,9 @@ def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
         (n, key, reason) for b in micro_batches for n, key, reason in zip(b.positions, b.keys, b.masked, strict=True)
     ]
     own = [(Masked(n, key, why), run.ranks.rank) for n, key, why in slots if why and why != SURPLUS]
-    digest = sum(int(slot_digest(n, text64(key))) for n, key, reason in slots if not reason) % 2**64
+    trained = [(n, text64(key)) for n, key, reason in slots if not reason]
+    ns, keys = np.array(trained, np.uint64).reshape(-1, 2).T
+    digest = int(slot_digest(ns, keys).sum(dtype=np.uint64))  # modulo 2**64
     targets = sum(b.num_targets for b in micro_batches)
     surplus = sum(reason == SURPLUS for _, _, reason in slots)
     # The digest travels in halves, so that a sum over ranks cannot leave int64.
@@ -179,7 +181,7 @@ def per_source(run: Run, state: TrainState, samples: int) -> dict[str, int]:
 
 def max_memory_gb() -> float:
     """Most memory used so far: of the GPU, or of this process where there is none."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # is_available asks the driver each time
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 

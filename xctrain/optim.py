@@ -39,7 +39,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> t
         groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
-        foreach=True,
+        fused=True,
     )
 
 

@@ -44,7 +44,7 @@ class Engine:
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Update by ``optimizer``, which holds the trainable weights as they are now."""
-        self.optimizer = self.ranks.accelerator.prepare_optimizer(optimizer)
+        self.optimizer = optimizer  # bare: Accelerate's wrapper looks for packages on the disk in each of its steps
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -80,11 +80,19 @@ class Engine:
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient down to ``max_norm``; its global norm before, the same on every rank."""
-        return float(self.ranks.accelerator.clip_grad_norm_(self.trainable, max_norm))
+        scaler = self.ranks.accelerator.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        return float(nn.utils.clip_grad_norm_(self.trainable, max_norm))
 
     def update(self) -> None:
         """One step of the optimizer, or none where the fp16 scaler found an overflow; gradients are gone."""
-        self.optimizer.step()
+        scaler = self.ranks.accelerator.scaler
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
         self.optimizer.zero_grad()
 
     def drop(self) -> None:
@@ -101,12 +109,12 @@ class Engine:
 
     def snapshot(self) -> Snapshot | None:
         """The trainable weights and the optimizer's state, whole, on rank 0. All ranks take part."""
-        return tensors.snapshot(self.module, self.optimizer.optimizer, keep=self.ranks.is_main)
+        return tensors.snapshot(self.module, self.optimizer, keep=self.ranks.is_main)
 
     def load(self, checkpoint: Path) -> None:
         """Go on with the weights and the optimizer's state of a checkpoint, of whatever mode and number of ranks."""
         tensors.load_weights(checkpoint, self.module, every_trainable=True)
-        tensors.load_optimizer(checkpoint, self.module, self.optimizer.optimizer)
+        tensors.load_optimizer(checkpoint, self.module, self.optimizer)
 
 
 class Sharded(Engine):

@@ -175,4 +175,4 @@ def load_optimizer(path: Path, module: nn.Module, optimizer: torch.optim.Optimiz
                 there[slot].copy_(value)
             else:
                 part = part_of(value, parameter) if value.shape == parameter.shape else value
-                there[slot] = part if slot == "step" else part.to(parameter.device)  # AdamW wants its step on the CPU
+                there[slot] = part.to(parameter.device)

@@ -56,7 +56,7 @@ class Zero(Engine):
         parts = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")[self.stage < 3]
         for part in getattr(self.optimizer, parts):
             means = {name: torch.zeros_like(part) for name in _MEANS}
-            self.optimizer.optimizer.state[part] = {"step": torch.tensor(0.0), **means}
+            self.optimizer.optimizer.state[part] = {"step": torch.tensor(0.0, device=part.device), **means}
         if self.stage < 3:
             self.optimizer._lazy_init_hp_params_optimizer_state()
         assert self.engine.zero_optimization_stage() == self.stage

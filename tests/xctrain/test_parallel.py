@@ -288,7 +288,8 @@ def show_held(argv: Sequence[str]) -> int:
         gradients = sum(held(p.grad) for p in engine.trainable)
     engine.clip(1.0)
     engine.update()
-    means = [s[m] for s in engine.optimizer.optimizer.state.values() for m in ("exp_avg", "exp_avg_sq")]
+    optimizer = engine.optimizer.optimizer if config.parallel.mode.startswith("zero") else engine.optimizer
+    means = [s[m] for s in optimizer.state.values() for m in ("exp_avg", "exp_avg_sq")]
     print("held", weights, gradients, sum(map(held, means)), whole, flush=True)
     ranks.barrier()
     ranks.close()
