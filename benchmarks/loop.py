@@ -11,6 +11,7 @@ figure is the median over the blocks, a ratio that of neighbours. CPU time of th
   which adds up while the backward pass runs: `sum_100_mb_ratio_to_ddp`
 """
 
+import itertools
 import json
 import os
 import platform
@@ -153,7 +154,7 @@ def segments_of(run: Any) -> Any:
 
 
 def between(clocks: Sequence[float]) -> list[float]:
-    return [(later - before) * 1e3 for before, later in zip(clocks, clocks[1:], strict=False)]
+    return [(later - before) * 1e3 for before, later in itertools.pairwise(clocks)]
 
 
 def two_lines(folder: Path, run: Any, batches: Sequence[Any]) -> dict[str, Any]:

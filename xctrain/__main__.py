@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -106,7 +105,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from shards.settings import load_settings
     from xctrain.config import Config
     from xctrain.errors import ConfigError
-    from xctrain.launch import LOGS, STALL_MARGIN_S, Nodes, launch
+    from xctrain.launch import LOGS, STALL_MARGIN_S, Nodes, launch, num_gpus
     from xctrain.start import make_plan
 
     if arguments.processes < 1:
@@ -151,18 +150,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.gpus is not None and arguments.gpus < 1:
         raise ConfigError(f"--gpus is {arguments.gpus}, expected 1 or more")
     config = load_settings(Config, arguments.config, arguments.overrides)
+    from xctrain.launch import num_gpus
     from xctrain.plan import as_text, make_plan
 
     plan = make_plan(config, num_gpus() if arguments.gpus is None else arguments.gpus)
     print(json.dumps(plan.to_json(), indent=1) if arguments.json else as_text(plan))
     return 2 if plan.refused else 0
-
-
-def num_gpus() -> int:
-    """GPUs that torch would see, without importing torch: by the driver's device files and CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()])
-    return found if visible is None else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

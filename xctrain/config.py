@@ -299,6 +299,11 @@ class TrainConfig(_Section):
         "fp32", "autocast type; fp16 scales the loss and needs a GPU"
     )
     deterministic: bool = _trajectory(False, "deterministic GPU kernels, for bit-identical resume there; slower")
+    compile: bool = _trajectory(
+        False,
+        "compile the model's repeated layers (torch.compile) in the dry step, which takes minutes; off, as only long runs on "
+        "GPUs earn that back. Captions are written without; dropout draws other numbers",
+    )
     on_not_finite: Literal["raise", "skip"] = Field(
         "raise", description="a loss or gradient that is not finite: stop, or mask the batch and go on"
     )
@@ -411,6 +416,11 @@ class Config(_Section):
                 f"parallel.mode is zero3, eval.every is {self.eval.every}: DeepSpeed makes the processes wait for each other "
                 "in every forward, and they caption different numbers of pictures; use eval.every=null and `python -m xctrain "
                 "evaluate` on a checkpoint, or parallel.mode=fsdp"
+            )
+        if mode != "ddp" and self.train.compile:
+            raise ValueError(
+                f"parallel.mode is {mode}, train.compile is true: weights that come and go while a layer computes break its "
+                "compiled form; use train.compile=false, or parallel.mode=ddp"
             )
         if mode != "ddp" and self.optim.name != "adamw":
             raise ValueError(

@@ -1,19 +1,28 @@
-"""Test this machine for training, with one next step for each finding."""
+"""Test this machine for training, with one next step for each finding.
+
+Each check runs in a process of its own for a limited time: what hangs, a driver or a file system, is a finding too.
+"""
 
 import importlib
 import logging
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-_PACKAGES = ("torch", "torchvision", "accelerate", "transformers", "peft", "bitsandbytes", "webdataset", "prefect")
+_LIMIT_S = 120.0  # for one check; importing torch from a cold disk takes a minute
+_LOCK = Path(__file__).parents[1] / "requirements.lock"
+_NVIDIA = "0x10de"  # vendor on the PCI bus
+_FOUR_BIT_ERROR = 0.2  # of the whole product; nf4 is 8 to 10 % off on random numbers
 _SHM_BYTES = 512 * 2**20  # batches of a few workers; Docker gives 64 MB unless told otherwise
 _DISK_BYTES = 20 * 2**30
 _ALL_REDUCE_TIMEOUT_S = 60
@@ -35,7 +44,41 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Every finding, in the order in which a broken one is best mended."""
-    return [_guarded(check) for check in _CHECKS] + list(_package_findings())
+    return [finding for check in _CHECKS for finding in run_limited(check, _LIMIT_S)]
+
+
+def run_limited(check: "Check", limit_s: float) -> list[Finding]:
+    """What a check finds, in a process of its own that is ended with all it started when its time is up."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(check, theirs), daemon=False)
+    process.start()
+    theirs.close()
+    name = _name_of(check)
+    try:
+        if not ours.poll(limit_s):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # by now it leads a group of its own
+            process.kill()
+            return [
+                Finding(name, False, f"no answer in {limit_s:g} s", _HANGS.get(name, "look at `dmesg`, then restart"))
+            ]
+        found: list[Finding] = ours.recv()
+        return found
+    except EOFError:
+        process.join()
+        return [Finding(name, False, f"its process ended with code {process.exitcode}", "run `make install` again")]
+    finally:
+        process.join()
+
+
+def _answer(check: "Check", answers: Connection) -> None:
+    os.setpgid(0, 0)
+    answers.send(_guarded(check))
+
+
+def _name_of(check: "Check") -> str:
+    return check.__name__.removeprefix("_check_").replace("_", " ")
 
 
 def as_text(findings: list[Finding]) -> str:
@@ -48,12 +91,13 @@ def as_text(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _guarded(check: Callable[[], Finding]) -> Finding:
+def _guarded(check: "Check") -> list[Finding]:
     try:
-        return check()
+        found = check()
+        return [found] if isinstance(found, Finding) else list(found)
     except Exception as error:  # noqa: BLE001 - whatever breaks here is the finding
-        name = check.__name__.removeprefix("_check_").replace("_", " ")
-        return Finding(name, False, f"{type(error).__name__}: {error}", "run `make install` again, then the doctor")
+        step = "run `make install` again, then the doctor"
+        return [Finding(_name_of(check), False, f"{type(error).__name__}: {error}", step)]
 
 
 def _check_python() -> Finding:
@@ -62,13 +106,13 @@ def _check_python() -> Finding:
     return Finding("python", ok, found, "" if ok else "install Python 3.11 or newer and run `make install`")
 
 
-def _check_cpus() -> Finding:
+def _check_workers() -> Finding:
     from xctrain.loader import num_workers
 
     cpus = len(os.sched_getaffinity(0))
     processes = max(1, _num_gpus())
     return Finding(
-        "workers", True, f"{cpus} CPUs, {processes} processes: {num_workers('auto', processes)} workers each"
+        "workers", True, f"{num_workers('auto', processes)} for each of {processes} processes, on {cpus} CPUs"
     )
 
 
@@ -78,11 +122,54 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def _check_driver() -> Finding:
+    return driver_finding(Path("/"))
+
+
+def driver_finding(root: Path) -> Finding:
+    """Whether what stands on the bus has a driver, and what has one is handed to this machine or container."""
+    devices = [d for d in (root / "sys/bus/pci/devices").glob("*") if _read(d / "vendor") == _NVIDIA]
+    gpus = [d for d in devices if _read(d / "class").startswith("0x03")]
+    loaded = _read(root / "proc/driver/nvidia/version")
+    handed = [p for p in (root / "dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
+    if not gpus and not loaded:
+        return Finding("driver", True, "none, there is no NVIDIA GPU")
+    if not loaded:
+        return Finding(
+            "driver", False, f"{len(gpus)} NVIDIA GPUs, no driver", "install the NVIDIA driver, then restart"
+        )
+    number = next((word for word in loaded.split() if word[0].isdigit() and "." in word), loaded)
+    if not handed:
+        step = "start the container with --gpus all; outside of one, load the driver with `nvidia-modprobe -u -c=0`"
+        return Finding("driver", False, f"{number}, but no /dev/nvidia0", step)
+    return Finding("driver", True, f"{number}, {len(handed)} GPUs")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def _check_gpu() -> Finding:
     import torch
 
+    from xctrain.launch import num_gpus
+
     if not torch.cuda.is_available():
-        return Finding("gpu", True, "none, training runs on the CPU")
+        if not num_gpus():
+            return Finding("gpu", True, "none, training runs on the CPU")
+        if torch.version.cuda is None:
+            return Finding("gpu", False, "this torch is built for CPUs", "install torch with CUDA: run `make install`")
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            step = f"install a driver that knows CUDA {torch.version.cuda}, or a torch for the driver's CUDA"
+            return Finding("gpu", False, " ".join(str(error).split()), step)
+    for i in range(_num_gpus()):
+        ones = torch.ones(256, 256, device=f"cuda:{i}")
+        assert (ones @ ones).sum().item() == 256**3, f"GPU {i} multiplies wrong"
     names = ", ".join(
         f"{torch.cuda.get_device_name(i)} ({torch.cuda.get_device_properties(i).total_memory / 1e9:.0f} GB)"
         for i in range(_num_gpus())
@@ -98,10 +185,14 @@ def _check_four_bit() -> Finding:
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to(device)
-    product = layer(torch.randn(2, 64, device=device))
-    ok = bool(torch.isfinite(product).all())
-    return Finding("4-bit product", ok, f"on {device}", "" if ok else "reinstall bitsandbytes for this CUDA version")
+    layer = Linear4bit(256, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    whole, rows = layer.weight.detach().clone(), torch.randn(8, 256)
+    product = layer.to(device)(rows.to(device)).cpu()
+    wanted = rows @ whole.T
+    error = float((product - wanted).norm() / wanted.norm())
+    ok = error < _FOUR_BIT_ERROR
+    step = "" if ok else "reinstall bitsandbytes, in the version of requirements.lock; until then no adapter.kind=qlora"
+    return Finding("4-bit product", ok, f"on {device}, {error:.1%} off", step)
 
 
 def _check_all_reduce() -> Finding:
@@ -156,25 +247,51 @@ def _check_port() -> Finding:
     return Finding("free port", True, str(free_port()))
 
 
-def _package_findings() -> Iterator[Finding]:
-    for name in _PACKAGES:
-        try:
-            yield Finding(name, True, version(name))
-        except PackageNotFoundError:
-            yield Finding(name, False, "not installed", "run `make install`")
+def _check_packages() -> Iterator[Finding]:
+    """What is installed, against the ranges this project names and the versions it was tested with."""
+    from packaging.requirements import Requirement
+
+    tested = dict(line.strip().split("==") for line in _read(_LOCK).splitlines() if "==" in line)
+    for text in requires("xctrain") or ():
+        wanted = Requirement(text)
+        if wanted.marker is None:
+            yield package_finding(wanted.name, str(wanted.specifier), tested.get(wanted.name))
+
+
+def package_finding(name: str, wanted: str, tested: str | None) -> Finding:
+    """One package: that it is there, in a version of the range ``wanted``; another than ``tested`` is said."""
+    from packaging.specifiers import SpecifierSet
+
     try:
-        importlib.import_module("simplejpeg")
+        found = version(name)
+        importlib.import_module(_IMPORTED.get(name, name)) if name in _COMPILED else None
+    except PackageNotFoundError:
+        return Finding(name, False, f"not installed, expected {wanted}", "run `make install`")
     except ImportError as error:
-        yield Finding("simplejpeg", False, str(error), "run `make install`")
+        return Finding(name, False, f"cannot be imported: {error}", "run `make install`")
+    if not SpecifierSet(wanted).contains(found, prereleases=True):
+        return Finding(name, False, f"{found}, expected {wanted}", f"pip install '{name}{wanted}', or `make install`")
+    other = "" if tested in (None, found.partition("+")[0], found) else f", tested with {tested}"
+    return Finding(name, True, f"{found}{other}")
 
 
-_CHECKS = (
+Check = Callable[[], Finding | Iterator[Finding]]
+_COMPILED = ("simplejpeg", "zlib-ng", "sentencepiece")  # small wheels that are there and yet may not load
+_IMPORTED = {"zlib-ng": "zlib_ng"}
+_CHECKS: tuple[Check, ...] = (
     _check_python,
+    _check_packages,
+    _check_driver,
     _check_gpu,
-    _check_cpus,
+    _check_workers,
     _check_four_bit,
     _check_all_reduce,
     _check_shared_memory,
     _check_disk,
     _check_port,
 )
+_HANGS = {  # next steps where no answer came
+    "gpu": "look at `nvidia-smi` and `dmesg`; a GPU that hangs wants the machine restarted",
+    "four bit": "look at `nvidia-smi` and `dmesg`; a GPU that hangs wants the machine restarted",
+    "disk": "a file system does not answer: look at `mount` and `dmesg`, or work in a folder on a local disk",
+}

@@ -39,16 +39,15 @@ class Length:
         return -self.tokens * self.rows, self.key
 
 
-def rows_of(samples: Sequence[Length], reader: SampleReader, config: Config) -> list["Row"]:
-    """These samples, over and over until they fill a micro-batch, each with its longest caption, or with all of them
-    where a slot trains on all.
+def rows_of(samples: Sequence[Length], reader: SampleReader, config: Config, count: int | None = None) -> list["Row"]:
+    """These samples, over and over until they fill a micro-batch, or ``count`` rows, each with its longest caption, or
+    with all of them where a slot trains on all.
     """
     from xctrain.loader import SlotRows
 
     rows = SlotRows(reader, "all", seed=0)
-    found = [
-        rows[Slot(n=-1, epoch=0, index=sample.index)] for sample in islice(cycle(samples), config.train.micro_batch)
-    ]
+    chosen = islice(cycle(samples), count or config.train.micro_batch)
+    found = [rows[Slot(n=-1, epoch=0, index=sample.index)] for sample in chosen]
     if config.data.captions == "all":
         return found
     return [replace(row, captions=(max(row.captions, key=lambda text: len(text.encode())),)) for row in found]

@@ -111,7 +111,10 @@ def launch(
         while any(rank.poll() is None for rank in ranks) and not failed and not stalled:
             time.sleep(_POLL_S)
             failed = [i for i, rank in enumerate(ranks) if rank.poll() not in (None, 0, EXIT_STOPPED)]
-            stalled = stall_s is not None and time.time() - max(began, *(p.since for p in board.read())) > stall_s
+            stalled = (
+                stall_s is not None
+                and time.time() - max(began, *(p.since + p.patience_s for p in board.read())) > stall_s
+            )
         if stalled:
             print(f"no rank has come further for {stall_s:g} seconds, all are ended", file=sys.stderr)
         codes = _end(ranks, grace_s=0 if stalled else _GRACE_S)
@@ -124,6 +127,13 @@ def launch(
         print("stopped before the first step, nothing was to be saved; start again to go on", file=sys.stderr)
         return EXIT_STOPPED
     return 1 if stalled else _exit_code(codes, first)
+
+
+def num_gpus() -> int:
+    """GPUs that torch would see, without importing torch: by the driver's device files and CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()])
+    return found if visible is None else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
 
 
 def free_port() -> int:

@@ -4,7 +4,7 @@ FSDP2 is torch's own `fully_shard`: Accelerate would leave it out on a CPU witho
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Engine:
     @classmethod
     def wrap(cls, ranks: Ranks, module: nn.Module, config: Config) -> "Engine":
         """The model on this rank's device, shared in the mode of the config."""
+        if config.train.compile:
+            compile_layers(module)
         return cls(ranks, module.to(ranks.accelerator.device), config)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,8 +106,9 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, every rank has all weights and may use them without the others."""
-        yield
+        """Inside, every rank has all weights and may use them without the others; nothing is compiled."""
+        with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
+            yield
 
     def snapshot(self) -> Snapshot | None:
         """The trainable weights and the optimizer's state, whole, on rank 0. All ranks take part."""
@@ -115,6 +118,21 @@ class Engine:
         """Go on with the weights and the optimizer's state of a checkpoint, of whatever mode and number of ranks."""
         tensors.load_weights(checkpoint, self.module, every_trainable=True)
         tensors.load_optimizer(checkpoint, self.module, self.optimizer)
+
+
+def compile_layers(module: nn.Module) -> None:
+    """Have each repeated layer compiled when it is first called, for all lengths at once.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    found = layers(module)
+    if not found:
+        raise ConfigError(
+            f"train.compile is true, {type(module).__name__} has no list of repeated layers to compile; use train.compile=false"
+        )
+    for layer in found:
+        layer.compile(dynamic=True)  # else what is compiled would depend on which lengths came first
 
 
 class Sharded(Engine):

@@ -9,14 +9,15 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "XCTRAIN_PHASES"  # path of the board, which the launcher sets for its ranks
-_RECORD = struct.Struct("<d120s")  # seconds since 1970, text in UTF-8
+_RECORD = struct.Struct("<dd120s")  # seconds since 1970, seconds of patience, text in UTF-8
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a rank does, and since when (seconds since 1970)."""
+    """What a rank does, since when (seconds since 1970), and how much longer than usual that may take."""
 
     since: float
+    patience_s: float
     text: str
 
 
@@ -31,13 +32,13 @@ class Board:
     def read(self) -> list[Phase]:
         """Phase of each rank; one without text for a rank that has not said anything yet."""
         found = _RECORD.iter_unpack(self.path.read_bytes())
-        return [Phase(since, text.rstrip(b"\0").decode(errors="replace")) for since, text in found]
+        return [Phase(since, more, text.rstrip(b"\0").decode(errors="replace")) for since, more, text in found]
 
 
-def enter(text: str) -> None:
+def enter(text: str, patience_s: float = 0.0) -> None:
     """Say what this rank does from now on; costs a microsecond, and nothing without a launcher that asks."""
     if record := _record():
-        record[:] = _RECORD.pack(time.time(), text.encode()[:120])
+        record[:] = _RECORD.pack(time.time(), patience_s, text.encode()[:120])
 
 
 @cache

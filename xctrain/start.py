@@ -23,17 +23,13 @@ from xctrain import resume
 from xctrain.config import Config
 from xctrain.data import Data, Dataset, held_out, open_data
 from xctrain.errors import ConfigError, RunError, TrainError
-from xctrain.largest import Length, checked_largest, rows_of
+from xctrain.largest import Length, checked_largest
 from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
-from xctrain.phase import enter
 from xctrain.reading import Reading
 from xctrain.spikes import WINDOW, SpikeWatch
 from xctrain.state import TrainState
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from xctrain.collate import Batch
     from xctrain.loader import Loader
     from xctrain.models import Family
     from xctrain.parallel import Engine
@@ -222,8 +218,8 @@ def start(
     import torch
 
     from xctrain import checkpoint
+    from xctrain.drystep import dry_step, first_caption
     from xctrain.firstbatch import write_first_batch
-    from xctrain.memory import is_out_of_memory
     from xctrain.models.parameters import parameter_table, types_and_attention
     from xctrain.run import Run
 
@@ -234,15 +230,7 @@ def start(
     loader = make_loader(config, ranks, plan, family, reading or Reading(plan.reader))
     if ranks.is_main and (first := loader.first_batch(plan.state.samples_consumed)):
         write_first_batch(config.run.dir, family, first)
-    batch = family.collator(rows_of(largest, plan.reader, config)).to(ranks.accelerator.device)
-    family.module.train()
-    try:
-        engine = settle(ranks, family.module, batch, config)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise out_of_memory(config, largest[0]) from error
-    del batch
+    engine = dry_step(config, ranks, family, largest, plan.reader)
     if ranks.is_main:
         print(parameter_table(family.module), file=sys.stderr)
         how = f"computed in {config.train.precision}, shared by {config.parallel.mode}"
@@ -254,6 +242,8 @@ def start(
     world = describe_world(config, ranks)
     if ranks.is_main and plan.point:
         say_differences(plan.point, world)
+    if not (config.eval.every and plan.state.samples_consumed == 0):  # which is about to write all captions
+        first_caption(config, ranks, engine, family, largest[0], plan.reader)
     log, keys = open_logs(config, ranks, plan, world)
     restore_generators(config, ranks, plan)
     assert plan.stream.end is not None
@@ -295,78 +285,6 @@ def make_loader(config: Config, ranks: "Ranks", plan: Plan, family: "Family", re
         # Where fragments are fetched, a wait for them has its own limit, which starts again with each that comes.
         timeout_s=config.train.timeout_s if reading.cache else config.data.read_timeout_s,
         delivered=reading.delivered if reading.cache else None,
-    )
-
-
-def share(ranks: "Ranks", module: "nn.Module", config: Config) -> "Engine":
-    """The model shared over the ranks as ``parallel.mode`` says, and in no other way: asserted."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    from xctrain.parallel import Engine, Sharded
-
-    mode = config.parallel.mode
-    kinds: dict[str, type[Engine]] = {"ddp": Engine, "fsdp": Sharded}
-    if mode not in kinds:
-        from xctrain.zero import Zero  # needs an optional library
-
-        kinds[mode] = Zero
-    engine = kinds[mode].wrap(ranks, module, config)
-    parameters = list(module.parameters())
-    assert engine.mode == mode
-    if mode != "fsdp":  # nothing is sent at the start: every rank has read, or made, the same
-        sums = ranks.gather([float(sum(p.detach().sum(dtype=torch.float64) for p in parameters))])
-        if len(set(sums)) > 1:
-            raise TrainError(
-                f"the ranks hold different weights before the first step (their sums are {', '.join(map(str, sums))}); see "
-                "that model.path is the same model on every node",
-                on_every_rank=True,
-            )
-    assert sum(isinstance(p, DTensor) for p in parameters) == (len(parameters) if mode == "fsdp" else 0)
-    return engine
-
-
-def settle(ranks: "Ranks", module: "nn.Module", batch: "Batch", config: Config) -> "Engine":
-    """Share the model over the ranks, and run one micro-batch, the same at every start, without an update.
-
-    It freezes parameters that never get a gradient, and fills memory in the first minute rather than the last, if the
-    batch is the largest there is.
-    """
-    import torch
-
-    from xctrain.optim import make_optimizer
-
-    enter("dry step on the largest samples")
-    engine = share(ranks, module, config)
-    engine.accumulate([batch], 1)
-    unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
-    for name in unused:
-        module.get_parameter(name).requires_grad_(False)
-    if unused and ranks.is_main:
-        print(f"frozen, as they never get a gradient: {', '.join(sorted(unused))}", file=sys.stderr)
-    # The optimizer's two means of each parameter, which a run has from its second step on; some take theirs at once.
-    means = [torch.empty_like(p) for p in engine.trainable for _ in range(2)] if config.optim.name == "adamw" else []
-    engine.use_optimizer(make_optimizer(module.parameters(), config.optim))
-    if accumulation(config.train.global_batch, ranks.world_size, config.train.micro_batch) == 1:
-        engine.drop()  # else gradients are there when the second one begins
-    engine.accumulate([batch], 1)
-    engine.drop()
-    del means
-    return engine
-
-
-def out_of_memory(config: Config, largest: Length) -> TrainError:
-    """The error of a run whose dry step found no memory."""
-    model = config.model
-    ways = [f"train.micro_batch ({config.train.micro_batch})"]
-    if model.family == "xcomposer":
-        ways.append(f"model.hd_num ({model.hd_num})")
-    more = "" if model.gradient_checkpointing else ", or set model.gradient_checkpointing=true"
-    return TrainError(
-        f"{largest.key}: out of memory in a dry step on the largest samples, this one has {largest.tokens} tokens; lower "
-        f"{' or '.join(ways)}{more}; a model.max_length below {largest.tokens} counts the samples that a build without "
-        "them must leave out; `python -m xctrain plan` says what takes how much",
-        key=largest.key,
     )
 
 

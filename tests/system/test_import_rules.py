@@ -17,7 +17,7 @@ ORDER = re.findall(
     """
     errors config state data spikes log prompt loss ptb scores captions collate decode phase processes loader models basemodel
     optim memory rng ranks reading tensors parallel zero checkpoint resume evaluate run badbatch firstbatch loop largest
-    start plan audit charts history report sheet session export launch doctor demo __main__
+    drystep start plan audit charts history report sheet session export launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.

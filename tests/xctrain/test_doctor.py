@@ -1,18 +1,57 @@
-"""The doctor names what is wrong, with one next step each."""
+"""The doctor names what is wrong, with one next step each, and does not wait for what hangs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from xctrain import doctor
 from xctrain.doctor import Finding
 
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version: gcc version 12.2.0"
+
+
+def _check_some_thing() -> Finding:
+    raise OSError("no such device")
+
+
+def _check_sleeper() -> Finding:
+    child = subprocess.Popen(["sleep", "600"])
+    Path(os.environ["XCTRAIN_TEST_PID"]).write_text(str(child.pid))
+    time.sleep(600)
+    raise AssertionError
+
+
+def _check_crash() -> Iterator[Finding]:
+    os._exit(3)
+
 
 def test_whatever_breaks_in_a_check_is_its_finding() -> None:
-    def _check_some_thing() -> Finding:
-        raise OSError("no such device")
+    assert doctor.run_limited(_check_some_thing, 60) == [
+        Finding("some thing", False, "OSError: no such device", "run `make install` again, then the doctor")
+    ]
+    assert doctor.run_limited(_check_crash, 60) == [
+        Finding("crash", False, "its process ended with code 3", "run `make install` again")
+    ]
 
-    assert doctor._guarded(_check_some_thing) == Finding(
-        "some thing", False, "OSError: no such device", "run `make install` again, then the doctor"
-    )
+
+def test_check_that_hangs_is_a_finding_and_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XCTRAIN_TEST_PID", str(tmp_path / "pid"))
+    [finding] = doctor.run_limited(_check_sleeper, 5)
+    assert (finding.ok, finding.found) == (False, "no answer in 5 s")
+    assert finding.next_step == "look at `dmesg`, then restart"
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    until = time.monotonic() + 10
+    while child.exists() and child.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_every_finding_that_is_not_fine_has_a_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,10 +66,76 @@ def test_every_finding_that_is_not_fine_has_a_next_step(monkeypatch: pytest.Monk
 
 
 def test_findings_that_are_fine_have_none() -> None:
-    findings = [doctor._check_python(), doctor._check_cpus(), doctor._check_port(), *doctor._package_findings()]
+    findings = [doctor._check_python(), doctor._check_workers(), doctor._check_port(), *doctor._check_packages()]
     assert all(f.ok and not f.next_step for f in findings)
     assert findings[0].to_json() == {"name": "python", "ok": True, "found": findings[0].found, "next_step": ""}
 
 
+def test_four_bit_product_is_near_the_whole_one() -> None:
+    finding = doctor._check_four_bit()
+    assert finding.ok
+    assert finding.found.startswith("on cpu, ")
+
+
 def test_two_processes_add_up_a_number() -> None:
     assert doctor._check_all_reduce() == Finding("all-reduce", True, "2 processes")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "tested", "found"),
+    [
+        ("numpy", ">=99", None, r"expected >=99 -> pip install 'numpy>=99', or `make install`"),
+        ("no-such-package", ">=1", None, "not installed, expected >=1 -> run `make install`"),
+        ("numpy", ">=1", "0.1", ", tested with 0.1"),
+    ],
+)
+def test_versions_are_compared_with_what_is_wanted_and_tested(
+    name: str, wanted: str, tested: str | None, found: str
+) -> None:
+    finding = doctor.package_finding(name, wanted, tested)
+    assert finding.ok == (tested is not None)
+    assert f"{finding.found} -> {finding.next_step}".removesuffix(" -> ").endswith(found)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "devices", "found", "next_step"),
+    [
+        (None, 0, "2 NVIDIA GPUs, no driver", "install the NVIDIA driver"),
+        (VERSION, 0, "535.129.03, but no /dev/nvidia0", "start the container with --gpus all"),
+        (VERSION, 2, "535.129.03, 2 GPUs", ""),
+    ],
+)
+def test_driver_is_looked_for_where_there_are_gpus(
+    tmp_path: Path, loaded: str | None, devices: int, found: str, next_step: str
+) -> None:
+    assert doctor.driver_finding(tmp_path).found == "none, there is no NVIDIA GPU"
+    for number in range(2):
+        device = tmp_path / f"sys/bus/pci/devices/0000:0{number}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text("0x030200\n")
+    (tmp_path / "dev").mkdir()
+    for number in range(devices):
+        (tmp_path / f"dev/nvidia{number}").touch()
+    if loaded:
+        (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+        (tmp_path / "proc/driver/nvidia/version").write_text(loaded)
+    finding = doctor.driver_finding(tmp_path)
+    assert (finding.found, finding.ok) == (found, not next_step)
+    assert finding.next_step.startswith(next_step)
+
+
+@pytest.mark.slow
+def test_command_prints_json_and_its_exit_code_says_whether_all_is_fine() -> None:
+    done = subprocess.run([sys.executable, "-m", "xctrain", "doctor", "--json"], capture_output=True, text=True)
+    findings = json.loads(done.stdout)
+    assert {f["name"] for f in findings} >= {
+        "torch",
+        "driver",
+        "gpu",
+        "4-bit product",
+        "all-reduce",
+        "disk",
+        "free port",
+    }
+    assert done.returncode == (0 if all(f["ok"] for f in findings) else 1)

@@ -128,6 +128,11 @@ def test_run_that_moves_is_not_ended(tmp_path: Path) -> None:
     assert runs.finish(launch(body, tmp_path, 1, "stall_s=1.5")) == ""
 
 
+def test_work_that_may_take_longer_is_not_ended(tmp_path: Path) -> None:
+    body = "from xctrain.phase import enter; enter('compiling', 60); time.sleep(3)"
+    assert runs.finish(launch(body, tmp_path, 1, "stall_s=1.5")) == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
