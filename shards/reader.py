@@ -320,10 +320,13 @@ def parse_meta(line: bytes) -> SampleMeta:
     Raises:
         ValueError, KeyError, TypeError: it is not one.
     """
-    values = json.loads(line)
-    parts = tuple(Part(p["name"], p["offset"], p["bytes"], p["crc32"]) for p in values["parts"])
-    numbers = (values["width"], values["height"], *(n for p in parts for n in (p.offset, p.num_bytes, p.crc32)))
-    if not parts or not all(type(n) is int and n >= 0 for n in numbers):
+    values = json.loads(line.decode())
+    parts = []
+    numbers = [values["width"], values["height"]]
+    for part in values["parts"]:
+        parts.append(Part(part["name"], part["offset"], part["bytes"], part["crc32"]))
+        numbers += parts[-1][1:]
+    if not parts or set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise ValueError("expected parts, and whole numbers for places and sizes")
     member = values.get("member", "")
-    return SampleMeta(values["key"], parts, values["width"], values["height"], tuple(values["flags"]), member)
+    return SampleMeta(values["key"], tuple(parts), values["width"], values["height"], tuple(values["flags"]), member)

@@ -7,10 +7,11 @@ END = bytes(2 * BLOCK)  # two zero blocks end a tar; the file stops there
 MAX_NAME = 100  # bytes in the header's name field; the prefix field is never used
 MAX_SIZE = 8**11 - 1  # eleven octal digits, 8 GiB less one byte
 
-_MODE, _OWNER = b"0000644\0", b"0000000\0"
+_BEFORE_SIZE = b"0000644\0" + 2 * b"0000000\0"  # mode, owner, group
 _MTIME = b"02263523000\0"  # 1980-01-01 UTC; 0 makes some versions of GNU tar warn about an implausibly old time stamp
 _KIND = b"0" + bytes(100) + b"ustar\00000" + bytes(64 + 16 + 155 + 12)
-_FIXED_SUM = sum(_MODE + _OWNER + _OWNER + _MTIME + b" " * 8 + _KIND)
+_FIXED_SUM = sum(_BEFORE_SIZE + _MTIME + b" " * 8 + _KIND)
+_LAYOUT = b"%b" + _BEFORE_SIZE + b"%b" + _MTIME + b"%06o\0 " + _KIND
 
 
 def header(name: str, size: int) -> bytes:
@@ -28,8 +29,7 @@ def header(name: str, size: int) -> bytes:
     if size > MAX_SIZE:
         raise ShardsError(f"member {name!r}: has {size} bytes, a tar header holds at most {MAX_SIZE}")
     octal = b"%011o\0" % size
-    checksum = _FIXED_SUM + sum(raw) + sum(octal)
-    return b"".join((raw.ljust(MAX_NAME, b"\0"), _MODE, _OWNER, _OWNER, octal, _MTIME, b"%06o\0 " % checksum, _KIND))
+    return _LAYOUT % (raw.ljust(MAX_NAME, b"\0"), octal, _FIXED_SUM + sum(raw) + sum(octal))
 
 
 def padding(size: int) -> bytes:

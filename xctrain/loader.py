@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from shards.errors import DamagedSampleError, UserError
 from shards.joined import SampleReader
 from shards.sample import Sample
-from shards.stream import Slot, Stream
+from shards.stream import Slot, Stream, share
 from xctrain.captions import CaptionChoice, choose_captions
 from xctrain.collate import Batch, Row
 from xctrain.decode import Decoder
@@ -101,10 +101,8 @@ class MicroBatchSampler(Sampler[list[Slot]]):
     micro_batch: int
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        n = self.start
-        while self.stream.end is None or n < self.stream.end:
-            yield from self.stream.micro_batches(n, self.rank, self.world_size, self.micro_batch)
-            n += self.stream.global_batch
+        for step in self.stream.steps_from(self.start):
+            yield from share(step, self.rank, self.world_size, self.micro_batch)
 
 
 class _MicroBatches(Dataset["Batch | UserError"]):
@@ -119,6 +117,10 @@ class _MicroBatches(Dataset["Batch | UserError"]):
             return self.collator([self.rows[slot] for slot in slots])
         except UserError as error:
             return error
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch  # torch's own would look into every list of it for arrays
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Loader:
             sampler=MicroBatchSampler(self.stream, start, self.rank, self.world_size, self.micro_batch),
             batch_size=None,
             num_workers=self.num_workers,
+            collate_fn=_as_it_is,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # a private one: iterating draws from it, and the global one must not move
             **workers,
