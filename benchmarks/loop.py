@@ -95,7 +95,7 @@ def make_run(folder: Path, micro_batch: int) -> Any:
     ranks = join(config)
     plan = make_plan(config, ranks.world_size)
     family, model_id = open_model(config, ranks, plan)
-    run = start(config, ranks, plan, family, model_id, stop_asked=lambda: False, show=lambda state, metrics: None)
+    run = start(config, ranks, plan, family, model_id, stop_asked=lambda: False, show=lambda *_: None)
     return replace(run, checkpoints=NoCheckpoints())
 
 
@@ -138,7 +138,7 @@ def loop_times(run: Any, batches: Sequence[Any], clock: Any = time.process_time)
     from xctrain.state import TrainState
 
     clocks: list[float] = []
-    run = replace(run, loader=Prefetched(batches, run.loader), show=lambda state, metrics: clocks.append(clock()))
+    run = replace(run, loader=Prefetched(batches, run.loader), show=lambda *_: clocks.append(clock()))
     began = TrainState(segments=segments_of(run))
     loop.train(run, began)
     return between(clocks)

@@ -98,6 +98,9 @@ class TinyFamily:
     def pictures(self, batch: Batch) -> list:
         return []
 
+    def shape(self) -> None:
+        return None
+
     def save_pretrained(self, folder: Path) -> None:
         pass
 

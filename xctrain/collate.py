@@ -4,12 +4,13 @@ B rows (at least one a slot: a slot with several captions becomes several rows),
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from xctrain.flops import Work
 from xctrain.loss import IGNORED
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Row:
     image: "Image | Tensor"  # RGB, as decode.py has it; a blank one where masked
     captions: tuple[str, ...]  # chosen already, usually one
     masked: str | None = None  # why the slot has no loss
+    read_s: float = 0.0  # seconds until its bytes were there
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Batch:
     keys: tuple[str, ...]  # of each slot; goes into every error
     masked: tuple[str | None, ...]  # of each slot: why it has no loss
     num_targets: int  # target tokens
+    work: Work = field(default_factory=Work)  # what it gives the model to do
+    read_s: float = 0.0  # seconds that reading its samples took
+    prepare_s: float = 0.0  # seconds that decoding and laying them out took
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch with its tensors on ``device``."""

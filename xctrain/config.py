@@ -373,6 +373,24 @@ class EvalConfig(_Section):
     blank: bool = Field(False, description="feed gray pictures instead: what the score is worth without looking")
 
 
+class WatchConfig(_Section):
+    """Where the run can be looked at while it trains, beside its own log."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = Field(
+        (),
+        description="what else gets the figures of metrics.jsonl, each through a process of its own; none, as each is an "
+        "optional package: `pip install 'xctrain[tensorboard]'` and so on",
+    )
+    project: str = Field(
+        "xctrain", description="name of the project or experiment in them; the run has that of run.dir"
+    )
+    online: bool = Field(
+        False,
+        description="wandb and mlflow send to the server that their own environment variables name; otherwise all is "
+        "written to run.dir/trackers, as nothing leaves the machine unasked",
+    )
+
+
 class Config(_Section):
     """One training job."""
 
@@ -385,6 +403,7 @@ class Config(_Section):
     parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
+    watch: WatchConfig = WatchConfig()
 
     @model_validator(mode="before")
     @classmethod

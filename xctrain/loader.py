@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,8 +54,10 @@ class SlotRows(Dataset[Row]):
         """One row. A damaged sample keeps its slot, without loss: nothing is ever substituted or shifted."""
         if slot.surplus:
             return Row(slot.n, slot.epoch, "", self._blank(), ("",), masked=SURPLUS)
+        since = time.perf_counter()
         try:
             sample = self._read(slot)
+            read_s = time.perf_counter() - since
             if self.blank:
                 image = self._blank(sample.meta["width"], sample.meta["height"])
             else:
@@ -64,7 +66,7 @@ class SlotRows(Dataset[Row]):
             key = error.key or f"sample-{slot.index}"  # without one where the list of samples itself is damaged
             return Row(slot.n, slot.epoch, key, self._blank(), ("",), masked=f"{DAMAGED}: {error}")
         captions = choose_captions(sample.captions, self.choice, seed=self.seed, epoch=slot.epoch, key=sample.key)
-        return Row(slot.n, slot.epoch, sample.key, image, captions)
+        return Row(slot.n, slot.epoch, sample.key, image, captions, read_s=read_s)
 
     def _read(self, slot: Slot) -> Sample:
         """Read a sample; a passing I/O error is tried again, a lasting one fails the run."""
@@ -113,10 +115,14 @@ class _MicroBatches(Dataset["Batch | UserError"]):
         self.collator = collator
 
     def __getitem__(self, slots: list[Slot]) -> Batch | UserError:
+        since = time.perf_counter()
         try:
-            return self.collator([self.rows[slot] for slot in slots])
+            rows = [self.rows[slot] for slot in slots]
+            batch = self.collator(rows)
         except UserError as error:
             return error
+        read_s = sum(row.read_s for row in rows)
+        return replace(batch, read_s=read_s, prepare_s=time.perf_counter() - since - read_s)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,14 +1,13 @@
 """The training loop: one step is one global batch, one update or a stated reason and no update."""
 
-import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
-import torch
 
 from shards.hashing import slot_digest, text64
 from xctrain import rng
@@ -16,10 +15,12 @@ from xctrain.badbatch import accumulate, refuse, require_usable, skip_batch, wit
 from xctrain.checkpoint import Content
 from xctrain.collate import Batch
 from xctrain.errors import TrainError
+from xctrain.flops import Work
 from xctrain.loader import SURPLUS
 from xctrain.optim import learning_rate, set_learning_rate
 from xctrain.phase import enter
 from xctrain.run import Consumed, OutOfMemory, Run, StepMetrics
+from xctrain.speed import Speed, max_memory_gb, worker_seconds
 from xctrain.state import Masked, TrainState, due
 from xctrain.tensors import Snapshot
 
@@ -36,7 +37,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     batches = run.loader.global_batches(start=state.samples_consumed)
     for micro_batches, data_wait_s in batches:
         enter(f"step {state.step + 1}")
-        consumed = count_over_ranks(run, micro_batches)
+        consumed = count_over_ranks(run, micro_batches, data_wait_s)
         require_usable(run, state, consumed)
         metrics = train_step(run, state, micro_batches, consumed)
         if isinstance(metrics, OutOfMemory):
@@ -46,14 +47,14 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
             state = skip_batch(run, state, micro_batches, consumed)
             continue
         state = state.advance(consumed.samples, consumed.digest, consumed.masked)  # the one line where progress moves
-        log_step(run, state, micro_batches, metrics, time.perf_counter() - began, data_wait_s, consumed.samples)
-        began = time.perf_counter()
+        log_step(run, state, micro_batches, metrics, consumed, time.perf_counter() - began)
         if run.evaluate and (due(state.step, run.config.eval.every) or state.samples_consumed == run.end):
             run.evaluate(state)
         if due(state.step, run.config.train.save_every) or metrics.stop:
             saved = save(run, state)
         if metrics.stop:
             return state, state.samples_consumed < run.end
+        began = time.perf_counter()  # scoring and saving are no part of a step
     if saved != state.samples_consumed:
         save(run, state)
     return state, False
@@ -91,8 +92,8 @@ def train_step(
     return StepMetrics(loss, grad_norm, lr, consumed.num_targets, stop > 0, overflows)
 
 
-def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
-    """Targets, digest and masked slots of the global batch."""
+def count_over_ranks(run: Run, micro_batches: Sequence[Batch], data_wait_s: float) -> Consumed:
+    """Targets, digest, masked slots and work of the global batch, and how long its ranks waited for it."""
     slots = [
         (n, key, reason) for b in micro_batches for n, key, reason in zip(b.positions, b.keys, b.masked, strict=True)
     ]
@@ -103,8 +104,9 @@ def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
     targets = sum(b.num_targets for b in micro_batches)
     surplus = sum(reason == SURPLUS for _, _, reason in slots)
     # The digest travels in halves, so that a sum over ranks cannot leave int64.
-    num_targets, low, high, num_surplus, num_masked = run.ranks.sum_ints(
-        [targets, digest % 2**32, digest >> 32, surplus, len(own)]
+    work = sum((b.work for b in micro_batches), Work())
+    num_targets, low, high, num_surplus, num_masked, waited_us, *worked = run.ranks.sum_ints(
+        [targets, digest % 2**32, digest >> 32, surplus, len(own), round(data_wait_s * 1e6), *astuple(work)]
     )
     gathered = sorted(run.ranks.gather(own), key=lambda found: found[0].n) if num_masked else []
     return Consumed(
@@ -113,6 +115,8 @@ def count_over_ranks(run: Run, micro_batches: Sequence[Batch]) -> Consumed:
         samples=run.config.train.global_batch - num_surplus,
         masked=tuple(entry for entry, _ in gathered),
         masked_on=tuple(rank for _, rank in gathered),
+        work=Work(*worked),
+        data_wait_s=waited_us / 1e6 / run.ranks.world_size,
     )
 
 
@@ -121,9 +125,8 @@ def log_step(
     state: TrainState,
     micro_batches: Sequence[Batch],
     metrics: StepMetrics,
+    consumed: Consumed,
     step_s: float,
-    data_wait_s: float,
-    samples: int,
 ) -> None:
     """One line of metrics on rank 0, and of trained keys on every rank that logs them."""
     if run.keys:
@@ -140,6 +143,16 @@ def log_step(
                     n=[n for n, _ in inside],
                     keys=[key for _, key in inside],
                 )
+    speed = Speed(
+        step_s,
+        consumed.data_wait_s,
+        consumed.samples,
+        consumed.num_targets,
+        consumed.work,
+        max_memory_gb(),
+        run.utilisation(consumed.work, consumed.num_targets, step_s),
+        *worker_seconds(micro_batches),
+    )
     if run.log:
         run.log.write(
             event="step",
@@ -150,13 +163,9 @@ def log_step(
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
             num_targets=metrics.num_targets,
-            samples_per_s=samples / step_s,
-            tokens_per_s=metrics.num_targets / step_s,
-            step_s=step_s,
-            data_wait_s=data_wait_s,
-            max_memory_gb=max_memory_gb(),
+            **speed.as_event(),
             digest=f"{state.digest:016x}",
-            **({"sources": per_source(run, state, samples)} if len(state.segments[-1].parts) > 1 else {}),
+            **({"sources": per_source(run, state, consumed.samples)} if len(state.segments[-1].parts) > 1 else {}),
             **({"overflows": metrics.overflows} if metrics.overflows else {}),
         )
         if (expected := run.spikes.expected(metrics.loss)) is not None:
@@ -166,7 +175,7 @@ def log_step(
                 f"samples with `python -m xctrain batch {run.config.run.dir} --step {state.step}`",
                 file=sys.stderr,
             )
-    run.show(state, metrics)
+    run.show(state, metrics, speed)
 
 
 def per_source(run: Run, state: TrainState, samples: int) -> dict[str, int]:
@@ -177,13 +186,6 @@ def per_source(run: Run, state: TrainState, samples: int) -> dict[str, int]:
         numbers = np.bincount(run.loader.stream.order.places(inside).part, minlength=len(segment.parts))
         counts.update({source.name: number for source, number in zip(segment.parts, numbers.tolist(), strict=True)})
     return dict(counts)
-
-
-def max_memory_gb() -> float:
-    """Most memory used so far: of the GPU, or of this process where there is none."""
-    if torch.cuda.is_initialized():  # is_available asks the driver each time
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def save(run: Run, state: TrainState) -> int:

@@ -1,15 +1,17 @@
 """The parts of a run on one rank, and what passes between them in a step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from xctrain.checkpoint import Checkpoints
 from xctrain.config import Config
+from xctrain.flops import Work
 from xctrain.loader import Loader
 from xctrain.log import JsonLines
 from xctrain.parallel import Engine
 from xctrain.ranks import Ranks
+from xctrain.speed import Speed
 from xctrain.spikes import SpikeWatch
 from xctrain.state import Masked, TrainState
 
@@ -33,7 +35,8 @@ class Run:
     model_id: str
     stop_asked: Callable[[], bool]
     evaluate: Callable[[TrainState], None] | None
-    show: Callable[[TrainState, "StepMetrics"], None]
+    utilisation: Callable[[Work, int, float], float | None]  # see speed.utilisation
+    show: Callable[[TrainState, "StepMetrics", Speed], None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Consumed:
     samples: int  # slots without the surplus ones
     masked: tuple[Masked, ...]
     masked_on: tuple[int, ...] = ()  # the rank of each masked slot
+    work: Work = field(default_factory=Work)
+    data_wait_s: float = 0.0  # mean over the ranks
 
 
 @dataclass(frozen=True)

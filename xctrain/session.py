@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,17 +19,14 @@ from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.reading import begin_reading
 from xctrain.start import Plan, lock, make_plan, open_model, require_one_folder, start
+from xctrain.trackers import Trackers
 
 if TYPE_CHECKING:
     from xctrain.models import Family
     from xctrain.ranks import Ranks
-    from xctrain.run import StepMetrics
-    from xctrain.state import TrainState
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _GALLERY = 12  # held-out images in a report
-_LINE_EVERY_S = 10.0  # between lines of progress where there is no terminal
-
 
 OpenModel = Callable[[Config, "Ranks", Plan], "tuple[Family, str]"]
 
@@ -42,7 +38,9 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
     """
     stop = StopRequest()
     from xctrain.loop import train
+    from xctrain.progress import Progress
     from xctrain.ranks import join, lost_peer
+    from xctrain.speed import Speedometer
 
     enter("meeting the other ranks")
     ranks = join(config)
@@ -55,7 +53,7 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
         reading = ranks.agree(lambda: begin_reading(config, ranks, plan.data, plan.stream, start_n))
         enter("loading the model")
         family, model_id = open_model(config, ranks, plan)
-        with Progress(ranks.is_main) as progress:
+        with Progress(ranks.is_main) as progress, Trackers(config, shown=ranks.is_main) as trackers:
             run = start(
                 config,
                 ranks,
@@ -66,11 +64,15 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
                 stop_asked=lambda: bool(stop),
                 show=progress.show,
             )
-            progress.begin(run.num_steps, plan.state)
+            trackers.begin()
+            progress.begin(run.num_steps, plan.state, Speedometer(run.loader.num_workers, ranks.local_world_size))
             if run.evaluate and plan.state.samples_consumed == 0:
                 run.evaluate(plan.state)
             state, stopped = train(run, plan.state)
+            failed = trackers.end()
         if run.log:
+            for found in failed:
+                run.log.write(event="tracker", step=state.step, samples_consumed=state.samples_consumed, **found)
             reason = "stopped" if stopped else "done"
             run.log.write(event="stop", step=state.step, samples_consumed=state.samples_consumed, reason=reason)
             run.log.close()
@@ -101,44 +103,6 @@ def _leave(code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-class Progress:
-    """The bar on rank 0: step, loss, samples a second; a line now and then where there is no terminal."""
-
-    def __init__(self, shown: bool) -> None:
-        self.shown = shown
-        self.bar: Any = None
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def begin(self, num_steps: int, state: "TrainState") -> None:
-        """Say where the run stands and start the bar."""
-        if not self.shown:
-            return
-        from tqdm import tqdm
-
-        if state.samples_consumed:
-            print(f"resumed at step {state.step}, {state.samples_consumed} samples consumed", file=sys.stderr)
-        self.num_steps, self.said = num_steps, time.monotonic()
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=num_steps, initial=state.step, unit="step", desc="train", mininterval=0.2)
-
-    def show(self, state: "TrainState", metrics: "StepMetrics") -> None:
-        """After a step."""
-        if self.bar is not None:
-            self.bar.set_postfix(loss=f"{metrics.loss:.3f}", lr=f"{metrics.lr:.1e}", refresh=False)
-            self.bar.update(state.step - self.bar.n)
-        elif self.shown and time.monotonic() - self.said >= _LINE_EVERY_S:
-            self.said = time.monotonic()
-            print(
-                f"step {state.step} of {self.num_steps}, loss {metrics.loss:.3f}, lr {metrics.lr:.1e}", file=sys.stderr
-            )
 
 
 def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:

@@ -28,6 +28,7 @@ from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
 from xctrain.reading import Reading
 from xctrain.spikes import WINDOW, SpikeWatch
 from xctrain.state import TrainState
+from xctrain.trackers import require_trackers
 
 if TYPE_CHECKING:
     from xctrain.loader import Loader
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from xctrain.parallel import Engine
     from xctrain.ranks import Ranks
     from xctrain.run import Run, StepMetrics
+    from xctrain.speed import Speed
 
 _LOCK = ".lock"
 
@@ -80,6 +82,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         ResumeError: the config forbids this resume.
     """
     require_run_folder(config.run.dir)
+    require_trackers(config)
     data = open_data(config.data)
     scored: list[Dataset] = []
     if config.eval.every is not None:
@@ -208,7 +211,7 @@ def start(
     *,
     reading: Reading | None = None,
     stop_asked: Callable[[], bool],
-    show: "Callable[[TrainState, StepMetrics], None]",
+    show: "Callable[[TrainState, StepMetrics, Speed], None]",
 ) -> "Run":
     """Build every part of the run and bring it to the state it goes on from.
 
@@ -222,6 +225,7 @@ def start(
     from xctrain.firstbatch import write_first_batch
     from xctrain.models.parameters import parameter_table, types_and_attention
     from xctrain.run import Run
+    from xctrain.speed import utilisation
 
     if config.train.deterministic:  # not called with False: it imports torch's compiler, which takes a second
         torch.use_deterministic_algorithms(True)
@@ -263,6 +267,7 @@ def start(
         model_id=model_id,
         stop_asked=stop_asked,
         evaluate=evaluator(config, ranks, engine, family, plan, log),
+        utilisation=utilisation(config, family.shape(), ranks.world_size),
         show=show,
     )
 

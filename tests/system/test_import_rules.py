@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 ORDER = re.findall(
     r"\w+",
     """
-    errors config state data spikes log prompt loss ptb scores captions collate decode phase processes loader models basemodel
-    optim memory rng ranks reading tensors parallel zero checkpoint resume evaluate run badbatch firstbatch loop largest
-    drystep start plan audit charts history report sheet session export launch doctor demo __main__
+    errors config state data spikes log flops prompt loss ptb scores captions collate speed decode phase processes
+    follow trackers loader models basemodel optim memory rng ranks reading tensors parallel zero checkpoint resume
+    evaluate run progress badbatch firstbatch loop largest drystep start plan audit charts history report sheet
+    session export launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from xctrain.collate import Batch, Row
     from xctrain.config import AdapterConfig, ModelConfig
+    from xctrain.flops import Shape
     from xctrain.models.lengths import RowLengths
 
 # Where DeepSpeed is installed, saving a model imports it, and it talks on stdout, where programs read.
@@ -52,6 +53,9 @@ class Family(Protocol):
 
     def pictures(self, batch: "Batch") -> "list[list[Image]]":
         """The pictures of each row as the model sees them; none at all where its inputs cannot be drawn."""
+
+    def shape(self) -> "Shape":
+        """What the model multiplies with, for the share of its GPUs that a run uses."""
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder like the one the model came from, which loads without a network."""

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from shards.errors import ConfigError
 from xctrain.collate import Batch, Row, append_answers
+from xctrain.flops import Shape, Work
 from xctrain.loss import IGNORED, num_logits_needed, summed_cross_entropy
 from xctrain.models.adapter import adapt, linear_layers
 from xctrain.models.lengths import RowLengths, require_all_fit, require_fit
-from xctrain.models.parameters import freeze
+from xctrain.models.parameters import freeze, matrices_of
 from xctrain.prompt import Prompt, answer_ids, make_prompt
 
 if TYPE_CHECKING:
@@ -56,8 +57,16 @@ class CaptionModel(nn.Module):
 class Collator:
     """Rows to a Batch: prompts through the processor at once, answers appended behind them."""
 
-    def __init__(self, processor: Any, prompt: Prompt, max_length: int | None, on_tensors: Any = None) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        prompt: Prompt,
+        max_length: int | None,
+        on_tensors: Any = None,
+        values_per_patch: int = 3 * 14 * 14,
+    ) -> None:
         self.processor = processor
+        self.values_per_patch = values_per_patch  # numbers in one patch of a picture, as the vision tower cuts it
         self.on_tensors = on_tensors  # the same, for rows whose pictures are tensors
         self.prompt = prompt
         self.max_length = max_length
@@ -91,6 +100,17 @@ class Collator:
             keys=tuple(row.key for row in rows),
             masked=tuple(row.masked for row in rows),
             num_targets=int((labels != IGNORED).sum()),
+            work=self._work(inputs),
+        )
+
+    def _work(self, inputs: dict[str, Tensor]) -> Work:
+        lengths = inputs["attention_mask"].sum(dim=1)
+        marks = inputs["input_ids"] == getattr(self.processor, "image_token_id", -1)
+        return Work(
+            tokens=int(lengths.sum()),
+            image_tokens=int(marks.sum()),
+            patches=inputs["pixel_values"].numel() // self.values_per_patch if "pixel_values" in inputs else 0,
+            token_pairs=int((lengths**2).sum()),
         )
 
     def process(self, images: Sequence[Image.Image | Tensor], padding_side: str) -> dict[str, Tensor]:
@@ -199,7 +219,7 @@ class HfFamily:
         if config.gradient_checkpointing:
             checkpoint_gradients(model)
         on_tensors = None if config.decode == "exact" else processor_on_tensors(config, base, processor)
-        collator = Collator(processor, prompt, config.max_length, on_tensors)
+        collator = Collator(processor, prompt, config.max_length, on_tensors, values_per_patch(model))
         if config.decode == "scaled":
             collator.require_scalable()
         return cls(CaptionModel(model), collator)
@@ -248,6 +268,21 @@ class HfFamily:
         levels = ((pixels.float() * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
         grouped = levels if levels.ndim == 5 else levels[:, None]
         return [[Image.fromarray(view.permute(1, 2, 0).numpy()) for view in row] for row in grouped]
+
+    def shape(self) -> Shape:
+        """What the model multiplies with."""
+        model = self.module.model
+        decoder, head, text = model.get_decoder(), model.get_output_embeddings(), model.config.get_text_config()
+        width = text.num_attention_heads * (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        )
+        return Shape(
+            pictures=matrices_of(model, without=(decoder, head)),
+            decoder=matrices_of(decoder),
+            head=matrices_of(head),
+            layers=text.num_hidden_layers,
+            width=width,
+        )
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder that the Auto classes load without a network."""
@@ -347,6 +382,13 @@ def processor_on_tensors(config: "ModelConfig", base: Path | str, processor: Any
     result = copy(processor)
     result.image_processor = found
     return result
+
+
+def values_per_patch(model: Any) -> int:
+    """Numbers in one patch of a picture: colours times the area of a patch, times the frames that one holds."""
+    vision = getattr(model.config, "vision_config", None)
+    side = getattr(vision, "patch_size", 14)
+    return 3 * getattr(vision, "temporal_patch_size", 1) * (side if isinstance(side, int) else side[0]) ** 2
 
 
 def language_model(model: Any) -> str:

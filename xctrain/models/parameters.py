@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from shards.errors import ConfigError
+from xctrain.flops import Part
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -41,6 +42,20 @@ def parameter_table(module: nn.Module) -> str:
     return "\n".join(lines + [f"{block:<{width}} {trained:>15,} {frozen:>15,}" for block, trained, frozen in rows])
 
 
+def matrices_of(module: nn.Module, without: Sequence[nn.Module] = ()) -> Part:
+    """Numbers in the matrices that a module multiplies with, and how many of them train; ``without`` some inside it."""
+    left_out = {id(part) for outer in without for part in outer.modules()}
+    total = trained = 0
+    for part in module.modules():
+        if id(part) in left_out or isinstance(part, nn.Embedding):
+            continue
+        for parameter in part.parameters(recurse=False):
+            size = _size(parameter) if len(_shape(parameter)) > 1 else 0
+            total += size
+            trained += size if parameter.requires_grad else 0
+    return Part(total, trained)
+
+
 def types_and_attention(module: nn.Module) -> str:
     """Text: the types that weights are held in, and how attention is computed, where the model says it."""
     types = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
@@ -72,9 +87,18 @@ def _sizes_by_block(model: nn.Module) -> dict[str, tuple[int, int]]:
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         block = ".".join(parts[: 2 if len(parts) > 2 else 1])
-        # Two weights in 4 bits share a byte, which counts as one number of uint8; DeepSpeed leaves a part of a weight.
-        whole = getattr(parameter, "quant_state", None)
-        size = math.prod(getattr(whole, "shape", getattr(parameter, "ds_shape", parameter.shape)))
+        size = _size(parameter)
         trained[block] += size if parameter.requires_grad else 0
         frozen[block] += 0 if parameter.requires_grad else size
     return {block: (trained[block], frozen[block]) for block in trained}
+
+
+def _shape(parameter: nn.Parameter) -> Sequence[int]:
+    """The whole shape: two weights in 4 bits share a byte of uint8, and DeepSpeed leaves a part of a weight."""
+    whole = getattr(parameter, "quant_state", None)
+    shape: Sequence[int] = getattr(whole, "shape", getattr(parameter, "ds_shape", parameter.shape))
+    return shape
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return math.prod(_shape(parameter))

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from shards.errors import ConfigError
 from xctrain.collate import Batch, Row
+from xctrain.flops import Shape, Work
 from xctrain.loss import IGNORED
 from xctrain.models.adapter import adapt
 from xctrain.models.hf import evaluating
 from xctrain.models.lengths import RowLengths, require_all_fit, require_fit
-from xctrain.models.parameters import freeze
+from xctrain.models.parameters import freeze, matrices_of
 from xctrain.models.xcomposer_config import read_config
 from xctrain.models.xcomposer_generate import write_greedily
 from xctrain.models.xcomposer_images import join_tiles
@@ -69,6 +70,7 @@ class Collator:
     instruction: str
     pad_id: int
     max_length: int | None
+    patches_per_view: int  # of the tower, which sees tiles and one view of the whole
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         """The rows as one micro-batch.
@@ -85,6 +87,12 @@ class Collator:
             keys=tuple(row.key for row in rows),
             masked=tuple(row.masked for row in rows),
             num_targets=int((labels != IGNORED).sum()),
+            work=Work(
+                tokens=sum(len(line.ids) for line in lines),
+                image_tokens=int(inputs["image_mask"].sum()),
+                patches=(len(inputs["tiles"]) + len(inputs["grids"])) * self.patches_per_view,
+                token_pairs=sum(len(line.ids) ** 2 for line in lines),
+            ),
         )
 
     def least_size(self, width: int, height: int) -> tuple[int, int]:
@@ -166,7 +174,8 @@ class XComposerFamily:
             cells=architecture.vision_config.cells,
             hd_num=config.hd_num,
         )
-        collator = Collator(encoder, config.prompt, architecture.pad_token_id, config.max_length)
+        patches = architecture.vision_config.patches**2
+        collator = Collator(encoder, config.prompt, architecture.pad_token_id, config.max_length, patches)
         compute = getattr(torch, adapter.compute) if adapter and adapter.kind == "qlora" else None
         dtype = getattr(torch, config.dtype)
         model = empty_model(architecture).to(dtype) if empty else load_model(architecture, folder, dtype, compute)
@@ -218,6 +227,17 @@ class XComposerFamily:
             [join_tiles([next(tiles) for _ in range(down * across)], across)]
             for down, across in batch.inputs["grids"].tolist()
         ]
+
+    def shape(self) -> Shape:
+        """What the model multiplies with."""
+        model = self.module.model
+        return Shape(
+            pictures=matrices_of(model, without=(model.model, model.output)),
+            decoder=matrices_of(model.model),
+            head=matrices_of(model.output),
+            layers=model.config.num_hidden_layers,
+            width=model.config.hidden_size,
+        )
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder in the layout of the published checkpoint, under its names; it opens without a network."""

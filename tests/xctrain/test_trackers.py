@@ -1,0 +1,323 @@
+"""Trackers get each step once, over kills and resumes, and never stop or delay a run. Read back from their own files."""
+
+import json
+import os
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from small import config_of
+
+from xctrain.errors import ConfigError
+from xctrain.follow import values_of
+from xctrain.start import make_plan
+
+Points = dict[tuple[str, int], list[float]]  # by name and step, in the order in which they lie in the files
+
+
+def tensorboard_points(run: Path) -> Points:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    points: Points = {}
+    for path in sorted((run / "trackers/tensorboard").glob("events.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag.startswith(("train/", "eval/")):
+                    points.setdefault((value.tag, event.step), []).append(value.tensor.float_val[0])
+    return points
+
+
+def wandb_points(run: Path) -> Points:
+    """Of all offline runs in the folder, which would all be synced to the one run that their names end in."""
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    points: Points = {}
+    folders = list((run / "trackers/wandb").rglob("*.wandb"))
+    assert len({path.name for path in folders}) <= 1
+    for path in folders:
+        for data in _wandb_records(path.read_bytes()):
+            record = proto.Record()
+            record.ParseFromString(data)
+            values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for name in (n for n in values if n.startswith(("train/", "eval/"))):
+                points.setdefault((name, values["_step"]), []).append(values[name])
+    return points
+
+
+def _wandb_records(data: bytes) -> Iterator[bytes]:
+    """A .wandb file holds records in LevelDB's log format, behind a header of 7 bytes.
+
+    Source: LevelDB, doc/log_format.md.
+    """
+    block, place, parts = 32768, 7, b""
+    while place + 7 <= len(data):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        if not kind:
+            return
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def trackio_points(run: Path) -> Points:
+    points: Points = {}
+    for step, metrics in _rows(run / "trackers/trackio", "select step, metrics from metrics"):
+        for name, value in json.loads(metrics).items():
+            if name.startswith(("train/", "eval/")):
+                points.setdefault((name, step), []).append(value)
+    return points
+
+
+def mlflow_points(run: Path) -> Points:
+    points: Points = {}
+    for name, step, value in _rows(run / "trackers/mlflow", "select key, step, value from metrics"):
+        points.setdefault((name, step), []).append(value)
+    assert _rows(run / "trackers/mlflow", "select count(*) from runs") in ([], [(0,)], [(1,)])
+    return points
+
+
+def _rows(folder: Path, query: str) -> list[tuple[Any, ...]]:
+    """Rows of the databases in a folder; none while they are being made."""
+    rows: list[tuple[Any, ...]] = []
+    for path in folder.glob("*.db"):
+        database = sqlite3.connect(path)
+        with closing(database), suppress(sqlite3.OperationalError):
+            rows += database.execute(query).fetchall()
+    return rows
+
+
+TRACKERS: dict[str, Callable[[Path], Points]] = {
+    "tensorboard": tensorboard_points,
+    "wandb": wandb_points,
+    "trackio": trackio_points,
+    "mlflow": mlflow_points,
+}
+
+
+def due_points(run: Path) -> Points:
+    """What the log says that a tracker should hold."""
+    points: Points = {}
+    for kind in ("step", "eval"):
+        for event in runs.events(run, kind):
+            step, values = values_of(event)
+            for name, value in values.items():
+                points[name, step] = [value]
+    return points
+
+
+def last_point(points: Points) -> int:
+    return max((step for _, step in points), default=0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", TRACKERS)
+def test_after_a_kill_a_tracker_ends_with_one_point_for_each_step(
+    name: str, drawn_shards: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip(name)
+    run = tmp_path / "run"
+    save_every = 300 if name == "mlflow" else 100  # it takes what has come up since its last transaction
+    changes = {"train__save_every": save_every, "watch__trackers": f"[{name}]"}
+    changes |= {"eval__every": 150, "eval__num_images": 2, "eval__max_new_tokens": 2}
+    changes |= {"optim__schedule": "constant", "train__log_keys": False}  # the same steps for any number of them
+    arguments = runs.settings(drawn_shards, run, **changes)
+    process = runs.launcher([*arguments, "train.num_steps=100000"], 2)
+    until = time.monotonic() + 120
+    try:
+        while last_point(TRACKERS[name](run)) % save_every < save_every // 5:  # it is ahead of the newest checkpoint
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    held = last_point(TRACKERS[name](run))
+    steps = runs.last_step(run) + save_every
+    process = runs.launcher([*arguments, f"train.num_steps={steps}", "train.resume_with=train.num_steps"], 2)
+    printed = runs.finish(process)
+    begun = runs.events(run, "start")[-1]
+    assert begun["lost_steps"] > 0
+    assert held > begun["step"], "nothing that the tracker held was done again"
+    found, due = TRACKERS[name](run), due_points(run)
+    assert {key for key, values in found.items() if len(values) != 1} == set()
+    assert found.keys() == due.keys()
+    assert Counter(step for tag, step in found if tag == "train/loss") == dict.fromkeys(range(1, steps + 1), 1)
+    for (tag, step), [value] in found.items():
+        if tag in ("train/loss", "eval/bleu1"):
+            assert value == pytest.approx(due[tag, step][0], rel=1e-6), (tag, step)
+    assert "training goes on" not in printed
+    assert not runs.events(run, "tracker")
+
+
+def stand_in(folder: Path, body: str) -> dict[str, str]:
+    """The environment in which ``import wandb`` gives this text: a library that fails as real ones do."""
+    (folder / "wandb").mkdir(parents=True)
+    (folder / "wandb/__init__.py").write_text(body)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{runs.TESTS.parent}:{runs.TESTS}"}
+
+
+def train_with(environment: dict[str, str], shards: Path, run: Path, **changes: Any) -> "subprocess.Popen[str]":
+    command = runs.rank_command(runs.settings(shards, run, watch__trackers="[wandb]", data__workers=0, **changes))
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
+
+
+RAISES = """
+import types
+config = types.SimpleNamespace(update=lambda *a, **k: None)
+class Run:
+    step = 0
+    def log(self, values, step=None): raise ConnectionError("the server is away")
+    def finish(self): pass
+def init(**options): return Run()
+"""
+
+
+def test_a_tracker_that_raises_is_said_once_and_counted_and_training_goes_on(
+    drawn_shards: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    printed = runs.finish(train_with(stand_in(tmp_path / "lib", RAISES), drawn_shards, run, train__num_steps=60))
+    assert printed.count("tracker wandb: ConnectionError: the server is away; training goes on") == 1
+    [event] = runs.events(run, "tracker")
+    assert event["failures"] >= 1
+    assert event["first"] == "ConnectionError: the server is away"
+    assert not event["whole"]
+    assert f"tracker wandb: failed {event['failures']} time" in printed
+    assert runs.last_step(run) == 60
+    assert runs.events(run, "stop")[0]["reason"] == "done"
+
+
+def test_a_server_that_is_away_for_a_while_leaves_no_gap(drawn_shards: Path, tmp_path: Path) -> None:
+    run, sent = tmp_path / "run", tmp_path / "sent.jsonl"
+    away = tmp_path / "away"
+    away.touch()
+    body = f"""
+import json, os
+class Run:
+    step = 0
+    def log(self, values, step=None):
+        if step == 3 and os.path.exists({str(away)!r}):
+            os.unlink({str(away)!r})
+            raise TimeoutError("no answer")
+        open({str(sent)!r}, "a").write(json.dumps([step, values["train/loss"]]) + "\\n")
+    def finish(self): pass
+def init(**options):
+    open({str(sent)!r}, "w").close()
+    return Run()
+"""
+    printed = runs.finish(train_with(stand_in(tmp_path / "lib", body), drawn_shards, run))
+    lines = [json.loads(line) for line in sent.read_text().splitlines()]
+    assert lines == [[event["step"], event["loss"]] for event in runs.events(run, "step")]
+    assert "tracker wandb: failed 1 time, first: TimeoutError: no answer;" in printed
+    assert runs.events(run, "tracker")[0]["whole"]
+
+
+def test_a_tracker_that_hangs_or_dies_delays_no_step(drawn_shards: Path, tmp_path: Path) -> None:
+    took = {}
+    for kind, text in (("hangs", "import time; time.sleep(1000)"), ("dies", "import os; os._exit(7)")):
+        body = f"class Run:\n    step = 0\n    def log(self, *a, **k):\n        {text}\ndef init(**options): return Run()\n"
+        run = tmp_path / kind
+        code = (
+            "import sys; from xctrain import trackers; trackers._DRAIN_S = 2.0; from tiny import *; "
+            "from xctrain.session import train_rank; "
+            "train_rank(load_settings(Config, None, sys.argv[1:]), open_tiny)"
+        )
+        environment = stand_in(tmp_path / f"lib-{kind}", body)
+        arguments = runs.settings(drawn_shards, run, watch__trackers="[wandb]", data__workers=0, train__num_steps=300)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        took[kind] = max(event["step_s"] for event in runs.events(run, "step")[5:])
+        [event] = runs.events(run, "tracker")
+        assert event["first"] == (
+            "its process did not end in time" if kind == "hangs" else "its process ended with exit code 7"
+        )
+    assert max(took.values()) < 1.0
+
+
+def test_no_process_of_a_tracker_outlives_a_killed_run(drawn_shards: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = runs.settings(drawn_shards, run, watch__trackers="[tensorboard]", train__num_steps=100000)
+    process = runs.launcher(arguments, 2)
+    until = time.monotonic() + 120
+    try:
+        while not list((run / "trackers/tensorboard").glob("events.*")):
+            assert time.monotonic() < until
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    until = time.monotonic() + 10
+    while left := [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(run) in _read(p)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_a_disk_that_is_full_for_a_tracker_ends_no_run(drawn_shards: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "trackers").mkdir(parents=True)
+    (run / "trackers/tensorboard").write_text("a file where the folder should be")
+    printed = runs.train(drawn_shards, run, watch__trackers="[tensorboard]", train__num_steps=20)
+    assert printed.count("training goes on") == 1
+    assert "tracker tensorboard: FileExistsError" in printed
+    assert runs.last_step(run) == 20
+
+
+def test_a_missing_package_is_an_error_before_the_run_that_names_the_extra(
+    drawn_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xctrain.trackers.find_spec", lambda _name: None)
+    config = config_of(drawn_shards, tmp_path / "run", watch__trackers="[mlflow]")
+    with pytest.raises(ConfigError, match=r"watch.trackers names mlflow, .* `pip install 'xctrain\[mlflow\]'`"):
+        make_plan(config, world_size=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_server_without_an_address_is_an_error_before_the_run(
+    drawn_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xctrain.trackers.find_spec", lambda name: name)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = config_of(drawn_shards, tmp_path / "run", watch__trackers="[mlflow]", watch__online=True)
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI is not set"):
+        make_plan(config, world_size=1)
+
+
+def test_figures_are_named_by_what_they_are_of() -> None:
+    step = {"event": "step", "step": 3, "samples_consumed": 12, "loss": 2.0, "digest": "00", "sources": {"a": 4}}
+    assert values_of(step) == (3, {"train/loss": 2.0})
+    score = {"event": "eval", "step": 3, "samples_consumed": 12, "split": "val", "bleu4": 0.1, "cider": None}
+    assert values_of(score) == (3, {"eval/bleu4": 0.1})
+    assert values_of({**score, "source": "own"}) == (3, {"eval/own/bleu4": 0.1})
+    assert values_of({**score, "blank": True})[1] == {}
+    assert values_of({"event": "save", "step": 3, "save_s": 1.0})[1] == {}

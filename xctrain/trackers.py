@@ -1,0 +1,103 @@
+"""TensorBoard, Weights & Biases, trackio and MLflow, each fed by a process of its own that follows ``metrics.jsonl``.
+
+Training writes its log and knows no more of them: a tracker that hangs, raises or dies takes nothing from a step.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from xctrain.config import Config
+from xctrain.errors import ConfigError
+from xctrain.follow import END, read_status
+
+LOGS = "logs"
+_DRAIN_S = 30.0  # how long the end of a run waits for a tracker to take the rest
+_KILL_S = 10.0
+# What makes a process a rank, or gives it a GPU.
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "XCTRAIN_PHASES")
+
+
+def require_trackers(config: Config) -> None:
+    """Require what the trackers of a config need, before anything is trained.
+
+    Raises:
+        ConfigError: a package is missing, or the address of a server.
+    """
+    for name in config.watch.trackers:
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"watch.trackers names {name}, that package is not installed; `pip install 'xctrain[{name}]'`, "
+                "or leave it out"
+            )
+        if name == "mlflow" and config.watch.online and not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise ConfigError(
+                "watch.online is true, MLFLOW_TRACKING_URI is not set; set it to the server's address, or leave "
+                "watch.online out to write into the run folder"
+            )
+
+
+class Trackers:
+    """The processes of a run's trackers, from its first step to its end; on rank 0 only."""
+
+    def __init__(self, config: Config, *, shown: bool) -> None:
+        self._names = config.watch.trackers if shown else ()
+        self._run_dir = config.run.dir
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def begin(self) -> None:
+        """Start them; the log has been cut back to where the run goes on."""
+        for name in self._names:
+            log = self._run_dir / LOGS / f"tracker-{name}.log"
+            log.parent.mkdir(exist_ok=True)
+            environment = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
+            environment = {k: v for k, v in environment.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "xctrain.follow", str(self._run_dir), name, str(os.getpid())]
+            with log.open("ab") as output:
+                process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=output)
+            self._processes[name] = process
+
+    def end(self) -> list[dict[str, Any]]:
+        """Let them take the rest and end; what failed, by tracker, as the log has it."""
+        for process in self._processes.values():
+            assert process.stdin
+            try:
+                process.stdin.write(END)
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it has ended by itself
+        return [found for name, process in self._processes.items() if (found := self._end(name, process))]
+
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave none behind, as after an error; what they lack they get at the next start."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _end(self, name: str, process: "subprocess.Popen[bytes]") -> dict[str, Any] | None:
+        try:
+            process.wait(_DRAIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_KILL_S)
+        status = read_status(self._run_dir, name)
+        failures, first = status.get("failures", 0), status.get("first", "")
+        if process.returncode != 0 and not failures:
+            how = "did not end in time" if process.returncode < 0 else f"ended with exit code {process.returncode}"
+            failures, first = 1, f"its process {how}"
+        if not failures:
+            return None
+        lacks = "" if process.returncode == 0 else "; the next start of the run sends what it lacks"
+        print(
+            f"tracker {name}: failed {failures} time{'' if failures == 1 else 's'}, first: {first}{lacks}; "
+            f"{self._run_dir / 'metrics.jsonl'} is whole",
+            file=sys.stderr,
+        )
+        return {"tracker": name, "failures": failures, "first": first, "whole": process.returncode == 0}
