@@ -15,6 +15,7 @@ EPILOG = "exit codes: 0 done, 1 failed, 2 wrong usage or config, 75 stopped by a
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelines", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--version", action=cli.ShowVersion)
     commands = parser.add_subparsers(dest="command", required=True)
 
     build = commands.add_parser("build", help="images with captions to a shard folder", epilog=EPILOG)

@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shards", description="Look at, check and describe a shard folder.")
+    parser.add_argument("--version", action=cli.ShowVersion)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function: Any, text: str) -> argparse.ArgumentParser:

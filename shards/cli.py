@@ -52,6 +52,20 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         return 130
 
 
+class ShowVersion(argparse.Action):
+    """``--version``: that of the project, whose three command lines belong together."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the version of the project and end")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print it and end the process."""
+        from importlib.metadata import version
+
+        print(f"xctrain {version('xctrain')}")
+        parser.exit()
+
+
 def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse ``argv``; ``section.field=value`` texts may stand anywhere, also behind an option, where argparse takes none.
 

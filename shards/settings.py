@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 
@@ -52,7 +53,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     try:
         text = path.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
+        values = yaml.load(text, Loader=_loader())
         doubled = next(_doubled_keys(yaml.compose(text, Loader=yaml.SafeLoader), ""), None) if values else None
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
@@ -71,6 +72,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"{path}: holds a {type(values).__name__}, expected `section:` blocks; see configs/", path=path
         )
     return values
+
+
+@cache
+def _loader() -> Any:
+    """YAML's safe loader, to which 1e3 and 1e-4 are numbers too, as in YAML 1.2; PyYAML reads 1.1, which wants a point."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return Loader
 
 
 def _doubled_keys(node: Any, prefix: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m xctrain", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--version", action=cli.ShowVersion)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -38,15 +39,18 @@ def _parser() -> argparse.ArgumentParser:
     def add_run(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = add(name, command, text)
         added.add_argument("run", type=Path, help="run folder")
-        if name in ("audit", "batch", "report"):
-            added.add_argument(
-                "--shards",
-                action="append",
-                default=[],
-                metavar="DIR",
-                help="where the run's shards lie now, if moved; of a mix NAME=DIR, once for each",
-            )
+        if name in ("audit", "batch"):
+            add_shards(added)
         return added
+
+    def add_shards(added: argparse.ArgumentParser) -> None:
+        added.add_argument(
+            "--shards",
+            action="append",
+            default=[],
+            metavar="DIR",
+            help="where the run's shards lie now, if moved; of a mix NAME=DIR, once for each",
+        )
 
     add_config("train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")
     launch = add_config("launch", _launch, "train all ranks of this node, one process per GPU")
@@ -84,8 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights; as model.dtype"
     )
     export.add_argument("--json", action="store_true", help="print what was done as JSON")
-    report = add_run("report", _report, "make the run's report.html")
-    report.add_argument("--out", type=Path, help="file to write, RUN/report.html unless given")
+    report = add("report", _report, "make a page of a run, or one that compares several")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    add_shards(report)
+    report.add_argument(
+        "--out", type=Path, help="file to write; RUN/report.html unless given, of several runs comparison.html here"
+    )
     doctor = add("doctor", _doctor, "test this machine, with one next step for each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
@@ -228,9 +236,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from xctrain.session import report_run
+    from xctrain.session import report_runs
 
-    print(report_run(arguments.run, arguments.out, arguments.shards))
+    print(report_runs(arguments.runs, arguments.out, arguments.shards))
     return 0
 
 

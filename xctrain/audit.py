@@ -34,6 +34,7 @@ class EpochAudit:
     epoch: int  # of the dataset: in a mix each has its own
     segment: int
     source: str  # name of the dataset in a mix
+    num_samples: int  # in the whole epoch, of which some may lie ahead or in another segment
     seen: int | None
     repeated: int | None
     skipped: int | None
@@ -223,8 +224,9 @@ def audit(run: Trained) -> Audit:
     findings += misplaced
     known = by_keys or matches
     epochs = tuple(
-        EpochAudit(epoch, segment, state.segments[segment].parts[part].name, **tally.columns(known=known))
+        EpochAudit(epoch, segment, source.name, source.num_samples, **tally.columns(known=known))
         for (segment, part, epoch), tally in sorted(counts.items())
+        for source in [state.segments[segment].parts[part]]
     )
     ok = matches and not misplaced and not damage and all(e.repeated == 0 and e.skipped == 0 for e in epochs)
     return Audit(
@@ -342,11 +344,15 @@ def as_text(result: Audit) -> str:
     lines = [f"step {result.step}, {result.samples_consumed} samples consumed, evidence: {result.evidence}"]
     width = max(len(e.source) for e in result.epochs) if result.epochs else 0
     heads = f"{'source':<{max(6, width)}} " if width else ""
-    lines.append(f"{heads}{'epoch':>6} {'segment':>8} {'seen':>10} {'repeated':>9} {'skipped':>9} {'masked':>8}")
+    lines.append(
+        f"{heads}{'epoch':>6} {'segment':>8} {'seen':>10} {'of':>10} {'repeated':>9} {'skipped':>9} {'masked':>8}"
+    )
     for e in result.epochs:
         cells = ["?" if v is None else str(v) for v in (e.seen, e.repeated, e.skipped, e.masked)]
         source = f"{e.source:<{max(6, width)}} " if width else ""
-        lines.append(f"{source}{e.epoch:>6} {e.segment:>8} {cells[0]:>10} {cells[1]:>9} {cells[2]:>9} {cells[3]:>8}")
+        lines.append(
+            f"{source}{e.epoch:>6} {e.segment:>8} {cells[0]:>10} {e.num_samples:>10} {cells[1]:>9} {cells[2]:>9} {cells[3]:>8}"
+        )
     if len(result.segments) > 1:
         for number, s in enumerate(result.segments):
             when = f"from position {s.first_n}, step {s.first_step}, epoch {s.first_epoch}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import accumulate
 
@@ -16,10 +16,11 @@ _CHARACTER = 6.2  # about the width of one character of a label
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. ``style`` names a CSS class: ``raw`` is faint, ``main`` strong, ``held`` another colour with dots."""
+    """One curve. ``style`` names a CSS class: ``raw`` is faint, ``main`` strong, ``held`` another colour, ``s0`` a run's."""
 
     points: Sequence[Point]
     style: str = "main"
+    dots: bool = False  # a circle at each point
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Chart:
 
     def svg(self) -> str:
         """The chart, or a sentence where no curve has a finite point."""
-        lines = [Line(finite(line.points), line.style) for line in self.lines]
+        lines = [replace(line, points=finite(line.points)) for line in self.lines]
         points = [point for line in lines for point in line.points]
         if not points:
             return '<p class="sub">No values yet.</p>'
@@ -140,7 +141,7 @@ def _curve(line: Line, x_axis: Axis, y_axis: Axis) -> str:
     places = [(x_axis.place(x), y_axis.place(y)) for x, y in points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dots = ""
-    if line.style == "held" or len(places) == 1:
+    if line.dots or len(places) == 1:
         dots = "".join(
             f'<circle class="{line.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"><title>step {x:g}: {y:.4g}</title></circle>'
             for (px, py), (x, y) in zip(places, points, strict=True)

@@ -384,6 +384,14 @@ class WatchConfig(_Section):
     project: str = Field(
         "xctrain", description="name of the project or experiment in them; the run has that of run.dir"
     )
+    captions_every: PositiveInt | None = Field(
+        None,
+        description="steps between captions of a few held-out pictures, on run.dir/samples.html; also before the first and "
+        "after the last step; none unless given, as it takes a moment and a held-out split",
+    )
+    num_captions: PositiveInt = Field(
+        8, description="first pictures of eval.split that it captions; a glance takes in eight"
+    )
     online: bool = Field(
         False,
         description="wandb and mlflow send to the server that their own environment variables name; otherwise all is "
@@ -430,10 +438,11 @@ class Config(_Section):
                 f"parallel.mode is {mode}, adapter.kind is qlora: weights in 4 bits cannot be cut over processes, their scales "
                 "belong to whole blocks; use parallel.mode=ddp, which a 4-bit model leaves room for, or adapter.kind=lora"
             )
-        if mode == "zero3" and self.eval.every is not None:
+        scored = {"eval.every": self.eval.every, "watch.captions_every": self.watch.captions_every}
+        if mode == "zero3" and (every := next(((n, v) for n, v in scored.items() if v is not None), None)):
             raise ValueError(
-                f"parallel.mode is zero3, eval.every is {self.eval.every}: DeepSpeed makes the processes wait for each other "
-                "in every forward, and they caption different numbers of pictures; use eval.every=null and `python -m xctrain "
+                f"parallel.mode is zero3, {every[0]} is {every[1]}: DeepSpeed makes the processes wait for each other "
+                "in every forward, and they caption different numbers of pictures; use {every[0]}=null and `python -m xctrain "
                 "evaluate` on a checkpoint, or parallel.mode=fsdp"
             )
         if mode != "ddp" and self.train.compile:

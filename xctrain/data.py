@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 from shards.errors import UserError
@@ -35,6 +35,12 @@ class Dataset:
     def place(self) -> str:
         """Folder or address."""
         return str(self.reader.cache or self.reader.folder)
+
+    def pictures(self, number: int) -> dict[str, bytes]:
+        """Files of the first pictures of the split, by key, without those that are left out."""
+        left_out = set(self.source.left_out)
+        indices = islice((i for i in range(len(self.reader)) if i not in left_out), number)
+        return {sample.key: sample.image for sample in map(self.reader.read, indices)}
 
     def sizes_of(self, source: Source) -> tuple[int, ...] | None:
         """Samples per shard of the dataset that a segment names, if it is this one, or what this one was added to."""

@@ -63,12 +63,19 @@ def _row(key: str, pictures: "Sequence[Image]", tokens: Sequence[str], labels: S
             spans += [f'<span class="{kind}">{shown}</span>'] * times
         else:
             spans.append(f'<span class="{kind}">{shown}<sub>×{times:,}</sub></span>')
-    drawn = "".join(f'<img src="{_png(picture)}" alt="">' for picture in pictures)
+    drawn = "".join(map(_drawn, pictures))
     num_targets = sum(target for _, target in marked)
     return (
         f"<section><h2>{escape(key)} <small>{len(tokens):,} tokens, {num_targets:,} of them targets</small></h2>"
         f'<div class="pictures">{drawn}</div><p class="tokens">{"".join(spans)}</p></section>'
     )
+
+
+def _drawn(picture: "Image") -> str:
+    """A picture at a size at which people see something; every pixel of a small one is a square."""
+    width, height = picture.size
+    enlarged = ' class="enlarged"' if max(width, height) < _SIDE_PX else ""
+    return f'<img src="{_png(picture)}" alt="" title="{width} x {height}"{enlarged}>'
 
 
 def _png(picture: "Image") -> str:

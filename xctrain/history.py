@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from xctrain.charts import Point
-from xctrain.log import METRICS, read_lines
+from xctrain.log import CAPTIONS, METRICS, SAMPLES, read_lines
 
 Event = Mapping[str, Any]
 
@@ -22,10 +22,7 @@ class History:
     blind: list[Event]  # evaluations on blank pictures: what the scores are worth without looking
     starts: list[Event]
     stops: list[Event]
-    before: dict[str, Event]
-    after: dict[str, Event]
-    first_step: int | None
-    last_step: int | None
+    captions: dict[int, dict[str, Event]]  # by step, then by key: of evaluations and of samples on the way
     config: dict[str, Any]
     environment: dict[str, Any]
 
@@ -36,8 +33,6 @@ class History:
         kinds: dict[str, list[Event]] = {"step": [], "eval": [], "start": [], "stop": []}
         for event in events:
             kinds.setdefault(str(event.get("event")), []).append(event)
-        captions = sorted((run_dir / "captions").glob("step-*.jsonl"))
-        first, last = (captions[0], captions[-1]) if captions else (None, None)
         seeing = [event for event in kinds["eval"] if not event.get("blank")]
         first_source = seeing[0].get("source") if seeing else None
         return cls(
@@ -48,10 +43,7 @@ class History:
             blind=[event for event in kinds["eval"] if event.get("blank")],
             starts=kinds["start"],
             stops=kinds["stop"],
-            before=_captions(first if first != last else None),
-            after=_captions(last),
-            first_step=_step_of(first),
-            last_step=_step_of(last),
+            captions=_captions(run_dir),
             config=_mapping(run_dir / "config.yaml"),
             environment=_mapping(run_dir / "environment.json"),
         )
@@ -79,13 +71,15 @@ def curve(events: Sequence[Event], name: str) -> list[Point]:
     return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
-def _captions(path: Path | None) -> dict[str, Event]:
-    return {} if path is None else {str(line.get("key")): line for line in read_lines(path) if isinstance(line, dict)}
-
-
-def _step_of(path: Path | None) -> int | None:
-    digits = path.stem.removeprefix("step-") if path else ""
-    return int(digits) if digits.isdecimal() else None
+def _captions(run_dir: Path) -> dict[int, dict[str, Event]]:
+    found: dict[int, dict[str, Event]] = {}
+    for folder in (SAMPLES, CAPTIONS):
+        for path in (run_dir / folder).glob("step-*.jsonl"):
+            digits = path.stem.removeprefix("step-")
+            lines = {str(line.get("key")): line for line in read_lines(path) if isinstance(line, dict)}
+            if digits.isdecimal() and lines:
+                found.setdefault(int(digits), {}).update(lines)
+    return found
 
 
 def _mapping(path: Path) -> dict[str, Any]:

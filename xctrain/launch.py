@@ -122,6 +122,10 @@ def launch(
             _say_phases(board.read(), first)
         for i in (i for i in failed if not (asked and codes[i] in _BY_STOP_SIGNAL)):
             _say_last_words(logs, first + i)
+    if nodes.rank and all(code in (0, EXIT_STOPPED) for code in codes):
+        ended = "stopped after saving" if EXIT_STOPPED in codes else "done"
+        where = f", and what its ranks printed in {logs}" if logs else ""
+        print(f"node {nodes.rank}: {ended}; the summary stands on node 0{where}", file=sys.stderr)
     if asked and any(code in _BY_STOP_SIGNAL for code in codes):
         # It came before this rank listened for it, so before anything was trained.
         print("stopped before the first step, nothing was to be saved; start again to go on", file=sys.stderr)

@@ -10,6 +10,8 @@ from shards.atomic import write_file
 from shards.errors import UserError
 
 METRICS = "metrics.jsonl"
+CAPTIONS = "captions"  # folder of what evaluations said
+SAMPLES = "samples"  # folder of what the model said of a few pictures on the way
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 

@@ -50,6 +50,8 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
         log_step(run, state, micro_batches, metrics, consumed, time.perf_counter() - began)
         if run.evaluate and (due(state.step, run.config.eval.every) or state.samples_consumed == run.end):
             run.evaluate(state)
+        if run.sample and (due(state.step, run.config.watch.captions_every) or state.samples_consumed == run.end):
+            run.sample(state)
         if due(state.step, run.config.train.save_every) or metrics.stop:
             saved = save(run, state)
         if metrics.stop:

@@ -1,22 +1,19 @@
 """What a run did, as one HTML file that needs no network: curves, kills, scores, captions before and after, the audit."""
 
-import base64
-import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from shards.atomic import write_file
 from xctrain.charts import Chart, Line, Mark, finite, smooth
+from xctrain.gallery import gallery, note
 from xctrain.history import Event, History, curve, number
+from xctrain.page import Bad, figure, fill, table
 
-NUM_PICTURES = 12
-THUMBNAIL_PX = 480
-_SCORES = {
+SCORES = {
     "loss": "Loss",
     "bleu1": "BLEU-1",
     "bleu2": "BLEU-2",
@@ -47,16 +44,14 @@ def write_report(
     ``audit`` is what ``python -m xctrain audit --json`` prints, ``images`` the held-out pictures' files by key.
     """
     path = out or run_dir / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, render(History.read(run_dir), audit, images or {}).encode())
     return path
 
 
 def render(history: History, audit: Mapping[str, Any] | None, images: Mapping[str, bytes]) -> str:
     """The page. Everything that came from files is escaped."""
-    template = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        style=style(),
+    return fill(
+        "report.html",
         name=escape(history.name),
         subtitle=_subtitle(history),
         tiles="".join(
@@ -68,17 +63,12 @@ def render(history: History, audit: Mapping[str, Any] | None, images: Mapping[st
         charts=_charts(history),
         scores=_scores(history),
         scores_note=_scores_note(history),
-        gallery=_gallery(history, images),
-        gallery_note=_gallery_note(history, images),
+        gallery=gallery(history, images),
+        gallery_note=note(history, images),
         starts=_starts(history),
         audit=_audit_table(audit),
         settings=_settings(history),
     )
-
-
-def style() -> str:
-    """The style sheet of the pages."""
-    return Path(__file__).with_name("style.html").read_text(encoding="utf-8").rstrip()
 
 
 # What happened
@@ -107,13 +97,13 @@ def tiles(history: History) -> list[tuple[str, str]]:
     if samples is not None:
         epochs = number(last.get("epoch"))
         shown.append((f"{int(samples):,}", "samples" if epochs is None else f"samples, {epochs:.1f} epochs"))
-    smoothed = smooth(history.curve("loss"), _span(history))
+    smoothed = smooth(history.curve("loss"), span_of(history))
     if smoothed:
         shown.append((f"{smoothed[-1][1]:.3f}", f"loss, from {finite(history.curve('loss'))[0][1]:.3f}"))
     for name in ("bleu4", "cider"):
         values = [v for v in (number(e.get(name)) for e in history.evals) if v is not None]
         if values:
-            shown.append((f"{values[-1]:.3f}", _SCORES[name] + (f", from {values[0]:.3f}" if len(values) > 1 else "")))
+            shown.append((f"{values[-1]:.3f}", SCORES[name] + (f", from {values[0]:.3f}" if len(values) > 1 else "")))
     kills = sum(s.get("previous_end") == "killed" for s in history.starts[1:])
     if kills:
         shown.append((str(kills), "kill survived" if kills == 1 else "kills survived"))
@@ -138,13 +128,17 @@ def _subtitle(history: History) -> str:
 # Curves
 
 
-def _span(history: History) -> int:
+def span_of(history: History) -> int:
     return max(5, len(history.steps) // 40)
 
 
 def _loss_chart(history: History) -> str:
     points = history.curve("loss")
-    lines = [Line(points, "raw"), Line(smooth(points, _span(history))), Line(curve(history.evals, "loss"), "held")]
+    lines = [
+        Line(points, "raw"),
+        Line(smooth(points, span_of(history))),
+        Line(curve(history.evals, "loss"), "held", dots=True),
+    ]
     return Chart(lines, marks(history.starts), width=1038, height=320).svg()
 
 
@@ -158,7 +152,7 @@ def _legend(history: History) -> str:
 
 
 def _charts(history: History) -> str:
-    span = _span(history)
+    span = span_of(history)
     waits = [
         (step, 100 * wait / whole)
         for (step, wait), (_, whole) in zip(history.curve("data_wait_s"), history.curve("step_s"), strict=False)
@@ -201,24 +195,24 @@ def _scores_note(history: History) -> str:
 def _scores(history: History) -> str:
     if not history.evals:
         return '<div class="card"><p class="sub">This run was not evaluated; eval.every=N scores a held-out split.</p></div>'
-    names = [n for n in _SCORES if any(n in e for e in history.evals)]
-    rows = ["<tr><th>Step</th>" + "".join(f"<th>{_SCORES[n]}</th>" for n in names) + "</tr>"]
+    names = [n for n in SCORES if any(n in e for e in history.evals)]
+    rows = ["<tr><th>Step</th>" + "".join(f"<th>{SCORES[n]}</th>" for n in names) + "</tr>"]
     for event in history.evals:
         step = event.get("step", "?")
         style = ' class="last"' if event is history.evals[-1] and len(history.evals) > 1 else ""
         name = "untrained" if step == 0 else f"{step:,}" if isinstance(step, int) else str(step)
-        cells = "".join(f"<td>{_figure(event.get(n))}</td>" for n in names)
+        cells = "".join(f"<td>{figure(event.get(n))}</td>" for n in names)
         rows.append(f"<tr{style}><td>{escape(name)}</td>{cells}</tr>")
     if len(history.evals) > 1:
         changes = (_change(n, history.evals[0].get(n), history.evals[-1].get(n)) for n in names)
         rows.append(f'<tr class="change"><td>change</td>{"".join(changes)}</tr>')
     for event in history.others:
-        cells = "".join(f"<td>{_figure(event.get(n))}</td>" for n in names)
+        cells = "".join(f"<td>{figure(event.get(n))}</td>" for n in names)
         rows.append(
             f"<tr><td>{escape(str(event.get('source')))}, {escape(str(event.get('step', '?')))}</td>{cells}</tr>"
         )
     if history.blind:
-        cells = "".join(f"<td>{_figure(history.blind[-1].get(n))}</td>" for n in names)
+        cells = "".join(f"<td>{figure(history.blind[-1].get(n))}</td>" for n in names)
         rows.append(f"<tr><td>shown blank pictures</td>{cells}</tr>")
     prompt = history.setting("model.prompt")
     how = (
@@ -227,13 +221,8 @@ def _scores(history: History) -> str:
     )
     last = history.evals[-1].get("warnings")
     warnings = "".join(f'<p class="note warn">{escape(str(w))}</p>' for w in (last if isinstance(last, list) else ()))
-    table = f'<div class="scroll"><table>{"".join(rows)}</table></div>'
-    return f'<div class="card">{table}{warnings}<p class="note">{escape(how)}</p></div>'
-
-
-def _figure(value: Any) -> str:
-    read = number(value)
-    return "–" if read is None else f"{read:.3f}"
+    body = f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+    return f'<div class="card">{body}{warnings}<p class="note">{escape(how)}</p></div>'
 
 
 def _change(name: str, before: Any, after: Any) -> str:
@@ -243,62 +232,6 @@ def _change(name: str, before: Any, after: Any) -> str:
     worse = new > old if name == "loss" else new < old
     style = ' class="worse"' if worse else ""
     return f"<td{style}>{new - old:+.3f}</td>"
-
-
-def _shown_keys(history: History, images: Mapping[str, bytes]) -> list[str]:
-    with_picture = [key for key in history.after if key in images]
-    return (with_picture or list(history.after))[:NUM_PICTURES]
-
-
-def _gallery_note(history: History, images: Mapping[str, bytes]) -> str:
-    shown = len(_shown_keys(history, images))
-    return f"the first {shown}, not chosen" if shown else ""
-
-
-def _gallery(history: History, images: Mapping[str, bytes]) -> str:
-    keys = _shown_keys(history, images)
-    if not keys:
-        return '<div class="card"><p class="sub">No captions of held-out pictures yet.</p></div>'
-    return "".join(_figure_of(history, key, thumbnail(images.get(key))) for key in keys)
-
-
-def _figure_of(history: History, key: str, picture: str) -> str:
-    after, before = history.after[key], history.before.get(key)
-    image = f'<img src="{picture}" alt="">' if picture else "no picture"
-    references = after.get("references")
-    said = "".join(f"<li>{escape(str(r).strip())}</li>" for r in (references if isinstance(references, list) else ()))
-    parts = [f'<div class="after"><span>after step {history.last_step}</span>{_text(after)}</div>']
-    if before is not None:
-        when = "before training" if history.first_step == 0 else f"after step {history.first_step}"
-        parts.append(f'<div class="before"><span>{when}</span>{_text(before)}</div>')
-    if said:
-        parts.append(f"<div><span>people said</span><ul>{said}</ul></div>")
-    return (
-        f'<figure><div class="picture" title="{escape(key)}">{image}</div>'
-        f"<figcaption>{''.join(parts)}</figcaption></figure>"
-    )
-
-
-def _text(line: Event) -> str:
-    return escape(str(line.get("caption", "")).strip()) or "<i>nothing</i>"
-
-
-def thumbnail(data: bytes | None, side_px: int = THUMBNAIL_PX) -> str:
-    """A small JPEG as a data URL, empty where the bytes are no picture."""
-    if not data:
-        return ""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.draft("RGB", (side_px, side_px))
-            small = image.convert("RGB")
-        small.thumbnail((side_px, side_px))
-        file = io.BytesIO()
-        small.save(file, "JPEG", quality=82, optimize=True)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return ""
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 # Proof, starts, settings
@@ -331,16 +264,20 @@ def _audit_table(audit: Mapping[str, Any] | None) -> str:
     rows = []
     for e in epochs:
         where = [*([e.get("source")] if mixed else []), e.get("epoch", "?"), *([e.get("segment")] if split else [])]
-        counts = [e.get("seen"), *(_Bad(e.get(n)) if e.get(n) else e.get(n) for n in ("repeated", "skipped", "masked"))]
+        counts = [
+            e.get("seen"),
+            e.get("num_samples"),
+            *(Bad(e.get(n)) if e.get(n) else e.get(n) for n in ("repeated", "skipped", "masked")),
+        ]
         rows.append([*where, *counts])
-    totals = [[e.get(n) for e in epochs] for n in ("seen", "repeated", "skipped", "masked")]
+    totals = [[e.get(n) for e in epochs] for n in ("seen", "", "repeated", "skipped", "masked")]
     if len(rows) > 1:
         sums = [None if None in column else sum(column) for column in totals]
-        rows.append(["all", *[""] * (len(heads) - 1), *(_Bad(n) if n and i else n for i, n in enumerate(sums))])
-    note = "samples of each epoch, compared with what manifest and order say"
-    table = _table("Audit", note, (*heads, "Seen", "Repeated", "Skipped", "Masked"), rows)
+        rows.append(["all", *[""] * (len(heads) - 1), *(Bad(n) if n and i else n for i, n in enumerate(sums))])
+    about = "samples of each epoch, compared with what manifest and order say"
+    audited = table("Audit", about, (*heads, "Seen", "Of", "Repeated", "Skipped", "Masked"), rows)
     if not split:
-        return table
+        return audited
     made_of = [
         [i, s["first_n"], s["first_step"], s["first_epoch"], s["global_batch"], "; ".join(s["sources"])]
         for i, s in enumerate(segments)
@@ -348,11 +285,7 @@ def _audit_table(audit: Mapping[str, Any] | None) -> str:
     for row, segment in zip(made_of, segments, strict=True):
         row[-1] += "" if segment["begun"] else ", not reached yet"
     heads = ["Segment", "From position", "Step", "Epoch", "Global batch", "Data"]
-    return table + _table("Segments", "what was changed between two starts", heads, made_of)
-
-
-class _Bad(int):
-    """A count that should be 0."""
+    return audited + table("Segments", "what was changed between two starts", heads, made_of)
 
 
 def _starts(history: History) -> str:
@@ -364,21 +297,7 @@ def _starts(history: History) -> str:
         began = "the beginning" if resumed is None else f"step {resumed}"
         rows.append([when, began, start.get("world_size", "?"), start.get("previous_end") or "–", lost or "–"])
     heads = ("Time (UTC)", "Went on from", "Processes", "Before that", "Steps done again")
-    return _table("Starts", "", heads, rows)
-
-
-def _table(title: str, note: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    if not body:
-        return ""
-    head = "".join(f"<th>{h}</th>" for h in heads)
-    table = f'<div class="scroll tall"><table><tr>{head}</tr>{body}</table></div>'
-    return f'<h2>{title} <small>{note}</small></h2><div class="card">{table}</div>'
-
-
-def _cell(value: Any) -> str:
-    text = "–" if value is None else f"{value:,}" if isinstance(value, int) else escape(str(value))
-    return f'<td class="bad">{text}</td>' if isinstance(value, _Bad) else f"<td>{text}</td>"
+    return table("Starts", "", heads, rows)
 
 
 def _settings(history: History) -> str:

@@ -35,6 +35,7 @@ class Run:
     model_id: str
     stop_asked: Callable[[], bool]
     evaluate: Callable[[TrainState], None] | None
+    sample: Callable[[TrainState], None] | None  # captions a few pictures
     utilisation: Callable[[Work, int, float], float | None]  # see speed.utilisation
     show: Callable[[TrainState, "StepMetrics", Speed], None]
 

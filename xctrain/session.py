@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from xctrain.ranks import Ranks
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_GALLERY = 12  # held-out images in a report
 
 OpenModel = Callable[[Config, "Ranks", Plan], "tuple[Family, str]"]
 
@@ -66,8 +64,9 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             )
             trackers.begin()
             progress.begin(run.num_steps, plan.state, Speedometer(run.loader.num_workers, ranks.local_world_size))
-            if run.evaluate and plan.state.samples_consumed == 0:
-                run.evaluate(plan.state)
+            if plan.state.samples_consumed == 0:
+                for look in filter(None, (run.evaluate, run.sample)):
+                    look(plan.state)
             state, stopped = train(run, plan.state)
             failed = trackers.end()
         if run.log:
@@ -202,7 +201,7 @@ def caption_images(run_dir: Path, paths: Sequence[Path], *, as_json: bool, out: 
 def _picture_files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.suffix.lower() in _PICTURES)
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in _PICTURES and p.is_file())
             if not found:
                 raise ConfigError(f"{path}: holds no picture ({', '.join(_PICTURES)})", path=path)
             yield from found
@@ -230,31 +229,48 @@ def _to_best_device(family: "Family") -> None:
         family.module.to("cuda")
 
 
-def report_run(run_dir: Path, out: Path | None, shards: Sequence[str] = ()) -> Path:
-    """Write the run's HTML page, with the audit and pictures where the data are still there."""
-    from xctrain import audit
+def report_runs(run_dirs: Sequence[Path], out: Path | None, shards: Sequence[str] = ()) -> Path:
+    """Write the HTML page of a run, or of several that it compares, with audits and pictures where the data are there.
+
+    Raises:
+        ConfigError: one is no run folder, or ``out`` cannot be written.
+    """
+    from xctrain.compare import write_comparison
     from xctrain.report import write_report
 
-    config = config_of(run_dir)
+    configs = [config_of(run_dir) for run_dir in run_dirs]
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        found = "that is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise ConfigError(f"--out is {out}, {found}; give a file in a folder that is there", path=out)
+    if len({run_dir.resolve() for run_dir in run_dirs}) < len(run_dirs):
+        raise ConfigError(f"{run_dirs[0]}: the same run twice; give each run once")
+    audits = [_audited(run_dir, shards) for run_dir in run_dirs]
+    images = _gallery(configs[0], shards)
+    if len(run_dirs) == 1:
+        return write_report(run_dirs[0], out, audit=audits[0], images=images)
+    return write_comparison(run_dirs, out or Path("comparison.html"), audits, images)
+
+
+def _audited(run_dir: Path, shards: Sequence[str]) -> dict[str, Any] | None:
+    from xctrain import audit
+
     try:
-        result: dict[str, Any] | None = dict(audit.audit(audit.open_run(run_dir, shards)).to_json())
+        result: dict[str, Any] = dict(audit.audit(audit.open_run(run_dir, shards)).to_json())
     except UserError as error:
         print(f"no audit in the report: {error}", file=sys.stderr)
-        result = None
-    for finding in (result or {}).get("findings", ()):
+        return None
+    for finding in result["findings"]:
         print(f"audit: {finding}", file=sys.stderr)
-    return write_report(run_dir, out, audit=result, images=_gallery(config, shards))
+    return result
 
 
 def _gallery(config: Config, shards: Sequence[str]) -> dict[str, bytes]:
     from xctrain.audit import where_shards_lie
+    from xctrain.gallery import NUM_PICTURES
 
     try:
         found = held_out(where_shards_lie(config, shards).data, config.eval.split, config.eval.source)
     except UserError as error:
         print(f"no pictures in the report: {error}", file=sys.stderr)
         return {}
-    left_out, reader = found[0].source.left_out, found[0].reader
-    indices = islice((i for i in range(len(reader)) if i not in left_out), _GALLERY)
-    samples = [reader.read(i) for i in indices]
-    return {sample.key: sample.image for sample in samples}
+    return found[0].pictures(NUM_PICTURES)

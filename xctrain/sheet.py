@@ -10,7 +10,7 @@ from shards.atomic import write_file
 from shards.errors import DamagedSampleError, counted
 from xctrain.audit import Trained
 from xctrain.history import History, number
-from xctrain.report import style, thumbnail
+from xctrain.page import style, thumbnail
 
 _THUMBNAIL_PX = 320
 

@@ -24,7 +24,7 @@ from xctrain.config import Config
 from xctrain.data import Data, Dataset, held_out, open_data
 from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.largest import Length, checked_largest
-from xctrain.log import METRICS, JsonLines, cut_back, keys_name, read_lines
+from xctrain.log import CAPTIONS, METRICS, SAMPLES, JsonLines, cut_back, keys_name, read_lines
 from xctrain.reading import Reading
 from xctrain.spikes import WINDOW, SpikeWatch
 from xctrain.state import TrainState
@@ -85,11 +85,13 @@ def make_plan(config: Config, world_size: int) -> Plan:
     require_trackers(config)
     data = open_data(config.data)
     scored: list[Dataset] = []
-    if config.eval.every is not None:
+    if config.eval.every is not None or config.watch.captions_every is not None:
         try:
             scored = held_out(config.data, config.eval.split, config.eval.source)
         except ConfigError as error:
-            raise ConfigError(f"{error}; set eval.split to one of those, or eval.every=null to score none") from None
+            raise ConfigError(
+                f"{error}; set eval.split to one of those, or eval.every=null and watch.captions_every=null to caption none"
+            ) from None
     accumulation(config.train.global_batch, world_size, config.train.micro_batch)
     point, notes = resume.find(config, data)
     require_whole([*data.datasets, *scored], full=config.data.verify == "full")
@@ -267,6 +269,7 @@ def start(
         model_id=model_id,
         stop_asked=stop_asked,
         evaluate=evaluator(config, ranks, engine, family, plan, log),
+        sample=sampler(config, ranks, engine, family, plan, log),
         utilisation=utilisation(config, family.shape(), ranks.world_size),
         show=show,
     )
@@ -359,7 +362,7 @@ def open_logs(
         # Checkpoints first: a kill in between must not leave one that the logs do not reach.
         notes = [*plan.notes, *resume.checkpoints_of(config).go_back(state.step if plan.point else -1)]
         cut_back(folder, state.samples_consumed if plan.point else -1)
-        for path in (folder / "captions").glob("*step-*.jsonl"):
+        for path in [p for name in (CAPTIONS, SAMPLES) for p in (folder / name).glob("*step-*.jsonl")]:
             if int(path.stem.rpartition("step-")[2]) > state.step:
                 path.unlink()
         write_file(folder / "config.yaml", config.to_yaml().encode())
@@ -413,3 +416,27 @@ def evaluator(
                     record(result, config.run.dir, state, log, first=number == 0)
 
     return score
+
+
+def sampler(
+    config: Config, ranks: "Ranks", engine: "Engine", family: "Family", plan: Plan, log: JsonLines | None
+) -> Callable[[TrainState], None] | None:
+    """What captions a few held-out pictures during the run, if the config asks for it, and draws them on a page."""
+    if config.watch.captions_every is None:
+        return None
+    from xctrain.evaluate import evaluate, write_captions
+    from xctrain.gallery import write_samples
+
+    dataset = plan.held_out[0]
+    few = config.eval.model_copy(update={"num_images": config.watch.num_captions, "blank": False})
+
+    def sample(state: TrainState) -> None:
+        with engine.whole():
+            result = evaluate(family, dataset, few, ranks)
+        if log:
+            path = config.run.dir / SAMPLES / f"step-{state.step:08d}.jsonl"
+            write_captions(path, result.captions)
+            log.write(event="samples", step=state.step, samples_consumed=state.samples_consumed, path=str(path.name))
+            write_samples(config.run.dir, dataset.pictures(config.watch.num_captions))
+
+    return sample

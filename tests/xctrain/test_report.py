@@ -108,7 +108,7 @@ def test_page_is_one_whole_file_beside_the_run_that_fetches_nothing(run_dir: Pat
     assert page.sources[0].startswith("data:image/jpeg;base64,")
     assert "url(" not in text
     assert "no picture" in page.words
-    assert write_report(run_dir, run_dir / "elsewhere/page.html") == run_dir / "elsewhere/page.html"
+    assert write_report(run_dir, run_dir / "page.html") == run_dir / "page.html"
 
 
 def test_kill_is_marked_where_training_went_on_with_what_was_lost(run_dir: Path) -> None:
