@@ -83,6 +83,15 @@ def kill_at(process: "subprocess.Popen[str]", run: Path, step: int, delay_s: flo
     process.communicate()
 
 
+def kill_after(process: "subprocess.Popen[str]", seconds: float) -> None:
+    """SIGKILL launcher and, through it, its ranks, wherever they are by then; sooner if they have ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
 def events(run: Path, event: str) -> list[dict[str, Any]]:
     """The lines of one kind in metrics.jsonl."""
     path = run / "metrics.jsonl"
