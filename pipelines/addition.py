@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import report
-from pipelines.build import Build, Summary, rejects_jsonl
+from pipelines.build import Build, Places, Summary, rejects_jsonl
 from pipelines.errors import BuildError
 from pipelines.filters import Reason
 from pipelines.held import Held, read_held
@@ -69,6 +69,9 @@ class Addition(Build):
     def _open_state(self) -> State:
         return AdditionState(self.config.folder)
 
+    def _require_records(self) -> None:
+        """What is new need not be in every split."""
+
     def _held_already(self) -> Held:
         return read_held(self.config.folder, self.before)
 
@@ -78,20 +81,22 @@ class Addition(Build):
         rejected = Counter(str(row["reason"]) for result in results for row in result["rejects"])
         entries = tuple(ShardEntry(**result["entry"]) for result in results if result["entry"])
         if not entries:
-            self._require_all_known(results, rejected)
+            self._require_all_known(places, rejected)
             shutil.rmtree(self.state.next, ignore_errors=True)
             return Summary(
                 self.config.out, self.before.manifest_id, self.before.splits, rejected, True, parent=self.before.parent
             )
         added = Manifest(entries, self.config.written_settings)
         rejects = rejects_jsonl(self.planned, results)
-        self._check_share(self._without_known(rejected, results), results, rejects, may_be_empty=True)
+        self._check_share(self._without_known(rejected, results), places, rejects, may_be_empty=True)
         parent = Parent(self.before.manifest_id, self.config.written_settings)
         manifest = Manifest((*self.before.shards, *entries), self.before.settings, (*self.before.additions, parent))
         number = len(manifest.additions)
         folders = {entry.name: self.state.next for entry in entries}
-        pages = report.files(self.config, self.planned, added, results, folders)
+        subject = report.Subject("addition", manifest.manifest_id, self.before.manifest_id)
+        pages = report.files(self.config, self.planned, added, results, folders, subject)
         files = {name.replace(".", f"-{number}.", 1): data for name, data in pages.items()}
+        self._forget_refusal()
         self._put(manifest, results, {f"rejects-{number}.jsonl": rejects, **files})
         return Summary(
             self.config.out, manifest.manifest_id, manifest.splits, rejected, False,
@@ -126,10 +131,11 @@ class Addition(Build):
         known = Counter(str(row["reason"]) for result in results for row in result["rejects"] if _is_known(row))
         return Counter(rejected) - known
 
-    def _require_all_known(self, results: list[dict[str, Any]], rejected: Mapping[str, int]) -> None:
+    def _require_all_known(self, places: Places, rejected: Mapping[str, int]) -> None:
+        results = [result for _, result in places.values()]
         if any(_is_known(row) for result in results for row in result["rejects"]):
             return
-        self._check_share(rejected, results, rejects_jsonl(self.planned, results))
+        self._check_share(rejected, places, rejects_jsonl(self.planned, results))
 
 
 def _is_known(row: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from pipelines import report
 from pipelines.config import BuildConfig, FilterConfig
-from pipelines.errors import BuildError, RejectShareError, system_error
+from pipelines.errors import BuildError, RejectShareError, enough_memory, system_error
 from pipelines.fetched import with_local_files
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import fingerprint, seen
@@ -28,7 +28,7 @@ from pipelines.images import Images, are_far, open_images, read_all
 from pipelines.measure import Picture, measure
 from pipelines.plan import Plan, make_plan, require_images
 from pipelines.progress import Progress, map_bounded, progress_bar
-from pipelines.records import id_order, key_of
+from pipelines.records import id_order
 from pipelines.sources import Origin, open_sources
 from pipelines.sources.apart import require_apart
 from pipelines.spool import FACTS, Numbers, Spool
@@ -41,12 +41,13 @@ from shards.errors import ConfigError, counted, describe
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
 from shards.remote import is_remote
-from shards.sample import Sample, canonical_json
+from shards.sample import Sample, canonical_json, key_of_id
 from shards.writer import ShardWriter
 
 PROGRESS_EVERY = 32  # records
 STEP_BYTES = 8_000_000  # of files that go from step to step together
 NOT_COMPARED = {"root", "annotations", "images", "path", "split", "expected_counts"}  # of a source, in a rerun
+Places = Mapping[str, tuple[Path, dict[str, Any]]]  # folder and result of every planned shard
 WHERE = ("place", "source")  # of a record: where its picture is; not in rejects.jsonl
 
 
@@ -174,8 +175,25 @@ class Build:
             self.planned = make_plan(
                 self.config, self.origins, spool, self.state.memory, self._hash_files, progress, self._held_already()
             )
+        self._require_records()
         self._pieces = {piece.name: piece for piece in self.planned.slices}
         return [piece.name for piece in self.planned.slices if not self.state.finished(piece)]
+
+    def _require_records(self) -> None:
+        """Raises ConfigError: a split has none, so that nothing could be published."""
+        for split in self.planned.splits:
+            if split.num_records == 0:
+                raise ConfigError(f"{self.config.out}: {self._why_empty(split.name)}; nothing was built")
+
+    def _why_empty(self, name: str) -> str:
+        total, fraction = counted(self.planned.num_records, "picture"), self.config.split.fractions.get(name, 0)
+        if self.config.split_by != "hash":
+            return f"split {name} is empty: no record of the source is in it; correct the source, or its limit"
+        return (
+            f"split {name} is empty: split.fractions gives it {fraction:g} of {total}, {fraction * self.planned.num_records:.2g} "
+            f"on average, and none fell into it; give it a larger fraction ('split.fractions={{train: 0.8, val: 0.2}}'), give "
+            "more pictures, deal anew with another split.seed, or say what is held out yourself (split.by=official, or held_out)"
+        )
 
     def num_records(self, names: Sequence[str]) -> int:
         """Number of records in planned shards."""
@@ -250,7 +268,7 @@ class Build:
         results = [result for _, result in places.values()]
         rejects = rejects_jsonl(self.planned, results)
         rejected = Counter(str(r["reason"]) for result in results for r in result["rejects"])
-        self._check_share(rejected, results, rejects)
+        self._check_share(rejected, places, rejects)
         manifest = Manifest(
             tuple(ShardEntry(**result["entry"]) for result in results if result["entry"]), self.config.written_settings
         )
@@ -262,41 +280,59 @@ class Build:
             self.state.write_json(SETTINGS, self.settings)
         else:
             folders = {result["entry"]["name"]: target for target, result in places.values() if result["entry"]}
-            files |= report.files(self.config, self.planned, manifest, results, folders)
+            files |= report.files(self.config, self.planned, manifest, results, folders, self._subject(manifest))
             self._replace(files, staged, stale, left)
         shutil.rmtree(self.state.next, ignore_errors=True)
+        self._forget_refusal()
         for order in self.state.slices.glob("*.json"):
             order.unlink()
         return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, tuple(left))
 
-    def _places(self) -> dict[str, tuple[Path, dict[str, Any]]]:
+    def _places(self) -> Places:
         """Folder and result of every planned shard."""
         found = {piece.name: self.state.finished(piece) for piece in self.planned.slices}
         if missing := [name for name, place in found.items() if place is None]:
             raise BuildError(f"{self.config.out}: {missing[0]} was changed while building; run the build again")
         return {name: place for name, place in found.items() if place is not None}
 
+    def _subject(self, manifest: Manifest) -> report.Subject:
+        """What the report is of."""
+        return report.Subject("build", manifest.manifest_id)
+
     def _check_share(
-        self, rejected: Mapping[str, int], results: Sequence[Any], rejects: bytes, may_be_empty: bool = False
+        self, rejected: Mapping[str, int], places: Places, rejects: bytes, may_be_empty: bool = False
     ) -> None:
+        """Raises RejectShareError: too much was rejected. A report of it is in .build then."""
+        results = [result for _, result in places.values()]
         total, allowed = sum(rejected.values()), self.config.build.max_reject_share
         num_records = self.planned.num_records
         empty = [
-            s.name
-            for s in self.planned.splits
-            if not may_be_empty and not any(r["entry"] and r["entry"]["split"] == s.name for r in results)
+            split
+            for split in self.planned.splits
+            if not may_be_empty and not any(r["entry"] and r["entry"]["split"] == split.name for r in results)
         ]
         if total <= allowed * num_records and not empty:
             return
-        write_file(self.state.folder / "rejects.jsonl", rejects)
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
-        limit = f"no record of split {empty[0]} is left" if empty else f"build.max_reject_share={allowed:g} allows"
-        limit += "" if empty else f" {int(allowed * num_records)}"
+        limit = f"build.max_reject_share={allowed:g} allows {int(allowed * num_records)}"
+        if empty:
+            limit = f"all {empty[0].num_records} of split {empty[0].name} among them"
+        why = f"{total} of {counted(num_records, 'record')} rejected ({reasons}), {limit}; nothing was published"
+        shards = Manifest(tuple(ShardEntry(**result["entry"]) for result in results if result["entry"]))
+        folders = {result["entry"]["name"]: target for target, result in places.values() if result["entry"]}
+        subject = report.Subject("unpublished", why=why)
+        pages = report.files(self.config, self.planned, shards, results, folders, subject)
+        for name, data in {"rejects.jsonl": rejects, **pages}.items():
+            write_file(self.state.folder / name, data)
         raise RejectShareError(
-            f"{self.config.out}: {total} of {counted(num_records, 'record')} rejected ({reasons}), {limit}; nothing was "
-            f"published; look into {self.state.folder / 'rejects.jsonl'}, then correct the source, the filters or the share",
+            f"{self.config.out}: {why}; look at {self.state.folder / 'report.html'}, and into rejects.jsonl beside it, then "
+            "correct the source, the filters or the share",
             path=self.config.folder,
         )
+
+    def _forget_refusal(self) -> None:
+        for name in ("rejects.jsonl", "report.json", "report.html"):
+            (self.state.folder / name).unlink(missing_ok=True)
 
     def _replace(
         self,
@@ -366,7 +402,8 @@ def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
     for name, data in zip(arguments["names"], read_all(images, arguments["names"]), strict=True):
         if isinstance(data, Rejection) and data.reason is Reason.MISSING_FILE and not are_far(images, [name]):
             raise _gone(name, data)  # it was there a moment ago: no picture is rejected because a disk went away
-        replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data, limits).hex())
+        with enough_memory(name):
+            replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data, limits).hex())
     progress(len(replies))
     return replies
 
@@ -474,7 +511,14 @@ def _judge_some(
 ) -> list[tuple[Mapping[str, Any], Picture | Rejection]]:
     for record, data in files:
         _require_unchanged(record, data)
-    return [(record, data if isinstance(data, Rejection) else measure(data, limits)) for record, data in files]
+    return [(record, _measured(record, data, limits)) for record, data in files]
+
+
+def _measured(record: Mapping[str, Any], data: bytes | Rejection, limits: FilterConfig) -> Picture | Rejection:
+    if isinstance(data, Rejection):
+        return data
+    with enough_memory(record["file_name"]):
+        return measure(data, limits)
 
 
 def _require_unchanged(record: Mapping[str, Any], data: bytes | Rejection) -> None:
@@ -517,7 +561,7 @@ def _sample(record: Mapping[str, Any], picture: Picture) -> Sample:
     }
     if record["captions_raw"] is not None:
         meta["captions_raw"] = record["captions_raw"]
-    return Sample(key_of(record["image_id"]), picture.data, picture.extension, meta)
+    return Sample(key_of_id(record["image_id"]), picture.data, picture.extension, meta)
 
 
 JOBS: Mapping[str, Callable[[Any, Progress], Any]] = {"hash": hash_files, "build": build_shard}

@@ -1,7 +1,8 @@
 """Errors of the build that a user can cause."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shards.errors import UserError, describe
@@ -47,6 +48,18 @@ class DamageError(BuildError):
 
 class DownloadError(BuildError):
     """A file could not be fetched, or is not the one that was asked for. What came of it is kept."""
+
+
+@contextmanager
+def enough_memory(file_name: str) -> Iterator[None]:
+    """Raises PassingError: memory ran out over a file, which is no fault of the file."""
+    try:
+        yield
+    except MemoryError:
+        raise PassingError(
+            f"{file_name}: there is too little memory to decode it; lower build.processes or filters.max_pixels, or give the "
+            "process more; finished shards are kept"
+        ) from None
 
 
 def system_error(error: OSError) -> BuildError:

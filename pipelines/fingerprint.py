@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from pipelines import jpeg
 from pipelines.config import FilterConfig
 from pipelines.filters import judge_header
-from pipelines.measure import FORMATS, check_png, orientation, to_rgb
+from pipelines.measure import FORMATS, check_png, orientation, require_memory, to_rgb
 from shards.sample import canonical_json
 
 SIDE_PX = 64  # the hash looks at 32 x 32 of brightness; a JPEG is decoded at the smallest scale that gives twice that
@@ -33,7 +33,11 @@ def seen(limits: FilterConfig) -> int:
 
 
 def fingerprint(data: bytes, limits: FilterConfig) -> int | None:
-    """The hash of an image file; None where it cannot stand for another: damaged, of a wrong size, or nearly flat."""
+    """The hash of an image file; None where it cannot stand for another: damaged, of a wrong size, or nearly flat.
+
+    Raises:
+        MemoryError: there was too little to tell.
+    """
     import imagehash  # an optional package, and slow to import
 
     try:
@@ -41,7 +45,10 @@ def fingerprint(data: bytes, limits: FilterConfig) -> int | None:
             warnings.simplefilter("ignore")
             gray = _brightness(data, limits)
             return None if gray is None else int(str(imagehash.phash(gray)), 16)
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - decoders raise anything at all; the build says later what is wrong with the file
+        require_memory(data)
         return None
 
 

@@ -20,6 +20,7 @@ KEPT_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # Pill
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _ORIENTATION = 0x0112
 _AVIF = (b"avif", b"avis")
+_NEEDED = 16  # bytes a pixel that decoding takes at most, or nearly so
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class Picture:
 
 
 def measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
-    """Decode a file fully, once, and judge it. Never raises for anything that the bytes do."""
+    """Decode a file fully, once, and judge it. Never raises for anything that the bytes do.
+
+    Raises:
+        MemoryError: there was too little for it, which says nothing of the file.
+    """
     if not data:
         return Rejection(Reason.EMPTY_FILE, "0 bytes")
     try:
@@ -50,6 +55,8 @@ def measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
         return Rejection(Reason.TOO_MANY_PIXELS, str(error).split(",")[0])
     except UnidentifiedImageError:
         return _unidentified(data)
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - decoders raise anything at all over damaged bytes
         return _undecodable(data, error)
 
@@ -117,6 +124,8 @@ def orientation(image: Image.Image) -> int:
     """EXIF orientation 2..8, or 1 where there is none that means anything."""
     try:
         value = image.getexif().get(_ORIENTATION, 1)
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - damaged EXIF raises anything; the picture is then taken as it is
         return 1
     return value if isinstance(value, int) and 1 < value <= 8 else 1
@@ -222,7 +231,26 @@ def _unidentified(data: bytes) -> Rejection:
 def _undecodable(data: bytes, error: Exception) -> Rejection:
     detail = " ".join(f"{error or type(error).__name__}".split())[:200]
     cut = looks_cut(data) or "truncated" in detail.lower()
+    if not cut:
+        require_memory(data)
     return Rejection(Reason.TRUNCATED if cut else Reason.CORRUPT_DATA, detail)
+
+
+def require_memory(data: bytes) -> None:
+    """To be asked when a picture could not be decoded: decoders that find no memory call the file damaged, each in its way.
+
+    Raises:
+        MemoryError: there is too little for a picture of this size, or, where that is not known, of 17 million pixels.
+    """
+    try:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            warnings.simplefilter("ignore")
+            num_pixels = image.width * image.height
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - its size is damaged too, or the decoder finds no memory to begin with
+        num_pixels = 1 << 24
+    np.empty(_NEEDED * num_pixels, np.uint8)  # reserved, and given back without being touched
 
 
 def looks_cut(data: bytes) -> bool:

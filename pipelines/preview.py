@@ -14,9 +14,11 @@ from pipelines.build import Build
 from pipelines.config import BuildConfig
 from pipelines.images import ImagesSpec
 from pipelines.records import Record
+from pipelines.report import Subject
 from pipelines.run import run_plain
 from pipelines.sources import Origin, Source
 from shards.errors import counted
+from shards.manifest import Manifest
 
 NUM_EXAMPLES = 3  # of each reason
 
@@ -77,6 +79,12 @@ class _PreviewBuild(Build):
     def _read_input(self) -> None:
         super()._read_input()
         self.origins = choose(self.origins, self.number)
+
+    def _require_records(self) -> None:
+        """Some records need not be of every split."""
+
+    def _subject(self, manifest: Manifest) -> Subject:
+        return Subject("preview")
 
     def _check_share(self, *args: Any, **options: Any) -> None:
         """However much is rejected, it is shown."""

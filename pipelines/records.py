@@ -1,4 +1,4 @@
-"""``Record``: one image with its captions as a source gives them; and the names that ids and samples go by."""
+"""``Record``: one image with its captions as a source gives them; and the names that ids go by."""
 
 import hashlib
 import re
@@ -8,8 +8,6 @@ from typing import Any
 
 ImageId = int | str
 _WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
-_READABLE = re.compile(r"(?=.*[a-z_-])[0-9a-z_-]{1,64}")
-_HASHED = re.compile(r".*-[0-9a-f]{20}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +35,6 @@ def as_id(value: ImageId) -> ImageId:
     if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value) and int(value) < 2**63:
         return int(value)
     return value
-
-
-def key_of(image_id: ImageId) -> str:
-    """The sample's key. Numbers have at least 12 digits; a text that can be a key is its own; others end in a hash.
-
-    The three forms cannot meet: only numbers are all digits, and a text that looks hashed is hashed too.
-    """
-    if isinstance(image_id, int):
-        return f"{image_id:012d}"
-    if _READABLE.fullmatch(image_id) and not _HASHED.fullmatch(image_id):
-        return image_id
-    slug = re.sub(r"[^0-9a-z_]+", "-", image_id.lower())[-40:].strip("-")
-    return f"{slug}-{hashlib.sha256(image_id.encode('utf-8', 'surrogatepass')).hexdigest()[:20]}"
 
 
 def id_bytes(image_id: ImageId) -> bytes:

@@ -12,7 +12,7 @@ from pipelines.errors import BuildError, PassingError
 from pipelines.filters import Reason, Rejection
 from pipelines.images import Images, Stamp, unsafe
 from pipelines.sources.paths import leads_out
-from shards.remote import TRIES, Found, Remote, RemoteError, UnreachableError, is_remote
+from shards.remote import TRIES, Found, NoBucketError, Remote, RemoteError, UnreachableError, is_remote
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class UrlImages:
         data: bytes | Rejection
         try:
             data = Remote(file_name, tries=1 if host in self._silent else TRIES).read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NoBucketError):
             data = Rejection(Reason.MISSING_FILE, "no such file at this address")
         except UnreachableError as error:
             return self._unreachable(host, error)

@@ -4,10 +4,11 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipelines import gallery, report_page, vocabulary
 from pipelines.config import BuildConfig, FilterConfig
@@ -20,6 +21,18 @@ from shards.manifest import Manifest
 Stats = dict[str, Counter[str]]
 NUM_GROUPS = 12  # of near duplicates, with pictures
 WORDS, HASHES = "words", "word_hashes"  # statistics that become the vocabulary
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a report is of. Only a build and an addition have a ``manifest_id``, that of the whole dataset.
+
+    ``why``: of what was not published, the reason; of an addition, the manifest_id that it was added to.
+    """
+
+    kind: Literal["build", "addition", "preview", "unpublished"]
+    manifest_id: str | None = None
+    why: str = ""
 
 
 def count_captions(stats: Stats, record: Mapping[str, Any]) -> None:
@@ -63,9 +76,13 @@ def files(
     manifest: Manifest,
     results: Sequence[Mapping[str, Any]],
     folders: Mapping[str, Path],
+    subject: Subject,
 ) -> dict[str, bytes]:
-    """report.json and report.html; ``folders`` says where each shard lies. Times and paths stand only here."""
-    facts = summarise(config, planned, manifest, results)
+    """report.json and report.html; ``folders`` says where each shard lies. Times and paths stand only here.
+
+    ``manifest`` lists the shards that are reported on.
+    """
+    facts = summarise(config, planned, manifest, results, subject)
     rejects = [row for result in results for row in result["rejects"]]
     most = config.filters.max_pixels
     number = config.build.gallery
@@ -83,7 +100,7 @@ def files(
 
 
 def summarise(
-    config: BuildConfig, planned: Plan, manifest: Manifest, results: Sequence[Mapping[str, Any]]
+    config: BuildConfig, planned: Plan, manifest: Manifest, results: Sequence[Mapping[str, Any]], subject: Subject
 ) -> dict[str, Any]:
     """The content of report.json."""
     stats: Stats = {}
@@ -96,8 +113,10 @@ def summarise(
     reasons = Counter(str(r["reason"]) for r in rejects)
     return {
         "name": config.folder.resolve().name,
+        "of": subject.kind,
+        **({"why": subject.why} if subject.why else {}),
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "manifest_id": manifest.manifest_id,
+        "manifest_id": subject.manifest_id,
         "num_shards": len(manifest.shards),
         "num_bytes": sum(s.num_bytes for s in manifest.shards),
         "kept": sum(manifest.splits.values()),

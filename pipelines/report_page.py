@@ -56,11 +56,11 @@ def render(
     left_aside: Counter[str] = Counter()
     for split in facts["splits"].values():
         left_aside.update(split["left_aside"])
+    title, heading, about = _headings(facts)
     return template.substitute(
-        name=escape(facts["name"]),
-        created_at=escape(facts["created_at"].replace("T", " ").replace("+00:00", " UTC")),
-        manifest_id=escape(facts["manifest_id"][:16]),
-        num_shards=facts["num_shards"],
+        title=escape(title),
+        heading=escape(heading),
+        about=about,
         tiles="".join(f'<div class="card tile"><b>{number}</b><span>{name}</span></div>' for number, name in tiles),
         splits="".join(_split_bar(name, split) for name, split in facts["splits"].items()),
         sources=_sources(facts["sources"]),
@@ -91,6 +91,27 @@ def render(
         rejected="".join(map(_figure, rejected)),
         settings=escape(json.dumps({"config": facts["config"], "versions": facts["versions"]}, indent=1)),
     )
+
+
+def _headings(facts: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Title, heading and the line below it: what this is a report of. Only what was published has an id."""
+    name, why = facts["name"], facts.get("why", "")
+    at = escape(facts["created_at"].replace("T", " ").replace("+00:00", " UTC"))
+    dataset = f"Dataset <code>{escape((facts['manifest_id'] or '')[:16])}</code>"
+    if facts["of"] == "addition":
+        added_to = f"which was <code>{escape(why[:16])}</code> before. All numbers are of what was added."
+        return (
+            f"Addition report: {name}",
+            f"{name}: addition",
+            f"Added {at} in {facts['num_shards']} shards. {dataset}, {added_to}",
+        )
+    if facts["of"] == "preview":
+        records = facts["kept"] + facts["rejected"]
+        tried = f"Tried {at} on {records:,} records of the source. No shard was written and this is no dataset."
+        return f"Preview: {name}", f"{name}: preview of {records:,} records", tried
+    if facts["of"] == "unpublished":
+        return f"Not published: {name}", f"{name}: not published", f"Tried {at}. This is no dataset: {escape(why)}"
+    return f"Build report: {name}", name, f"Built {at} in {facts['num_shards']} shards. {dataset}"
 
 
 def _size(num_bytes: int) -> str:
@@ -150,7 +171,9 @@ def _vocabulary_note(vocabulary: Mapping[str, Any], num_captions: int) -> str:
 def _groups_note(groups: Sequence[Any], facts: Mapping[str, Any]) -> str:
     if facts["config"]["filters"]["near_duplicate_bits"] is None:
         return "not looked for: filters.near_duplicate_bits is off"
-    return f"{_note(groups, facts['near_duplicate_groups'])} groups, the largest first"
+    note = f"{_note(groups, facts['near_duplicate_groups'])} groups, the largest first"
+    among = "; what was added was compared with itself alone, with the rest of the dataset by id and bytes only"
+    return note + among if facts["of"] == "addition" else note
 
 
 def _word_bars(top: Counts) -> str:

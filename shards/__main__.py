@@ -12,6 +12,7 @@ from shards.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from shards.manifest import Manifest
+    from shards.mirror import RemoteShards
     from shards.plan import Machines
     from shards.verify import Finding
 
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("ls", list_shards, "List the shards.")
     show = add("show", show_sample, "Print one sample's JSON, and write its picture with --out.")
-    show.add_argument("key", metavar="KEY")
+    show.add_argument("key", metavar="KEY", help="or the image id in the source, or the name of the file")
     show.add_argument("--out", type=Path, metavar="FILE", help="write the picture there (or into this folder)")
     preview = add("preview", write_preview, "Write a contact sheet: one HTML file with pictures and their captions.")
     preview.add_argument("--split", help="default: each split")
@@ -74,13 +75,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def list_shards(arguments: argparse.Namespace) -> int:
-    """Table of shards with totals."""
-    manifest = _manifest(arguments.folder)
+    """Table of shards with totals; exit code 1 if files are missing or cut."""
+    from dataclasses import asdict
+
+    from shards.present import find_missing
+
+    folder, manifest = _opened(arguments.folder)
+    findings, note = find_missing(folder, manifest), _why_no_ranges(folder)
     if arguments.json:
         shards = [s.to_dict() for s in manifest.shards]
         parent = {"parent": manifest.parent} if manifest.parent else {}
-        _print_json({"manifest_id": manifest.manifest_id, **parent, "splits": manifest.splits, "shards": shards})
-        return 0
+        notes = {"notes": [note]} if note else {}
+        answer = {"manifest_id": manifest.manifest_id, **parent, "splits": manifest.splits, "shards": shards}
+        _print_json({**answer, "findings": [asdict(f) for f in findings], **notes})
+        return 1 if findings else 0
     rows = [(s.name, s.split, str(s.num_samples), _size(s.num_bytes), s.sha256[:12]) for s in manifest.shards]
     _print_table(("shard", "split", "samples", "size", "sha256"), rows)
     for split, samples in manifest.splits.items():
@@ -90,7 +98,19 @@ def list_shards(arguments: argparse.Namespace) -> int:
     print(f"manifest_id {manifest.manifest_id}")
     if manifest.parent:
         print(f"parent      {manifest.parent}, the first {manifest.num_shards_of(manifest.parent)} of these shards")
-    return 0
+    if note:
+        print(f"note: training cannot read it from there: {note}")
+    if findings:
+        shown = _print_findings(findings)
+        found = f"{counted(len(findings), 'finding')} in {counted(len(shown), 'file')}"
+        print(f"{found}, by names and sizes alone; `verify` reads all; run the build again to restore what differs")
+    return 1 if findings else 0
+
+
+def _why_no_ranges(folder: "Path | RemoteShards") -> str | None:
+    from shards.present import why_no_ranges
+
+    return None if isinstance(folder, Path) else why_no_ranges(folder)
 
 
 def show_sample(arguments: argparse.Namespace) -> int:
@@ -297,8 +317,11 @@ def print_stats(arguments: argparse.Namespace) -> int:
 
 def print_plan(arguments: argparse.Namespace) -> int:
     """Facts, notes and refusals per split."""
+    from dataclasses import replace
+
     from shards.order import OrderSettings
     from shards.plan import make_plan
+    from shards.present import require_present
 
     for name, least in (
         ("gpus", 1),
@@ -310,7 +333,9 @@ def print_plan(arguments: argparse.Namespace) -> int:
     ):
         if (value := getattr(arguments, name)) < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected {least} or more")
-    manifest = _manifest(arguments.folder)
+    folder, manifest = _opened(arguments.folder)
+    require_present(folder, manifest, str(arguments.folder if isinstance(folder, Path) else folder.remote))
+    no_ranges = _why_no_ranges(folder)
     settings = OrderSettings(arguments.seed, arguments.fragment, arguments.window, arguments.lanes)
     splits = [arguments.split] if arguments.split else list(manifest.splits)
     plans = {
@@ -325,6 +350,8 @@ def print_plan(arguments: argparse.Namespace) -> int:
         )
         for split in splits
     }
+    if no_ranges:
+        plans = {split: replace(plan, refusals=(no_ranges, *plan.refusals)) for split, plan in plans.items()}
     if arguments.json:
         _print_json({s: {**p.facts, "refused": p.refusals, "notes": p.notes} for s, p in plans.items()})
     else:
@@ -382,14 +409,19 @@ def _location(text: str) -> Path | str:
     return text if is_remote(text) else Path(text)
 
 
-def _manifest(folder: Path | str) -> "Manifest":
+def _opened(folder: Path | str) -> "tuple[Path | RemoteShards, Manifest]":
     from shards.manifest import Manifest
 
     if isinstance(folder, str):
         from shards.mirror import RemoteShards
 
-        return RemoteShards(folder).manifest
-    return Manifest.load(folder)
+        remote = RemoteShards(folder)
+        return remote, remote.manifest
+    return folder, Manifest.load(folder)
+
+
+def _manifest(folder: Path | str) -> "Manifest":
+    return _opened(folder)[1]
 
 
 def _short(value: float) -> str:

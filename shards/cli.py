@@ -47,6 +47,11 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
             raise
         print(f"error: {describe(error)}", file=sys.stderr)
         return 1
+    except MemoryError:
+        if debug:
+            raise
+        print("error: memory ran out; give this process more, or less to do at once, and run it again", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -12,6 +12,7 @@ from typing import Any
 from shards.atomic import write_file
 from shards.errors import ConfigError
 from shards.manifest import Manifest
+from shards.present import require_present
 from shards.sample import EXTENSIONS
 
 FOLDER = ".nv-meta"
@@ -24,8 +25,10 @@ def write_energon(folder: Path) -> list[Path]:
 
     Raises:
         ConfigError: not a shard folder, or Energon has prepared it already, maybe in another way.
+        FormatError: a shard is missing or cut.
     """
     manifest = Manifest.load(folder)
+    require_present(folder, manifest, str(folder))
     if (folder / FOLDER / "index.sqlite").exists():
         raise ConfigError(f"{folder / FOLDER}: Energon's own prepare wrote it; move it away first", path=folder)
     captions = manifest.settings.get("indexed", {}).get("captions", "json")

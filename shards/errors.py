@@ -52,6 +52,12 @@ class DamagedSampleError(FormatError):
     """One sample's bytes are not those that were written; ``key`` names it."""
 
 
+class UnknownKeyError(ShardsError):
+    """No sample, or several, go by the name that was given: wrong usage, like a folder that is not there."""
+
+    exit_code = 2
+
+
 class DuplicateKeyError(ShardsError):
     """A key that is already in the dataset was written again."""
 

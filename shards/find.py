@@ -1,4 +1,4 @@
-"""Finds a sample by its key."""
+"""Finds a sample by its key, its id in the source, or the name of its file."""
 
 import difflib
 import hashlib
@@ -6,11 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
-from shards.errors import FormatError, ShardsError, counted, describe
+from shards.errors import FormatError, UnknownKeyError, counted, describe
 from shards.foreign import key_of
 from shards.index import REBUILD
 from shards.manifest import Manifest, ShardEntry
 from shards.reader import SplitReader
+from shards.sample import key_of_id
 
 COCO_DIGITS = 12  # keys of COCO pictures; 1007 is asked for more often than 000000001007
 _COMPARED = 2000  # keys around the wanted one that difflib looks at; all of a million would take a minute
@@ -19,12 +20,15 @@ _COMPARED = 2000  # keys around the wanted one that difflib looks at; all of a m
 def find_key(folder: Path, manifest: Manifest, key: str) -> tuple[SplitReader, int]:
     """The reader of the split that holds ``key``, and the sample's index in it.
 
+    ``key`` may also be what KEY.json says: the image id, the file name, or the end of it behind a slash. Where no key can be
+    made of it, every KEY.json is read.
+
     Raises:
-        ShardsError: there is no such key; the nearest ones are named.
+        UnknownKeyError: there is no such sample, and the nearest keys are named; or there are several.
         FormatError: the index or the sample list that would tell is damaged.
     """
     damaged: list[FormatError] = []
-    for name in dict.fromkeys((key, key.zfill(COCO_DIGITS) if key.isdigit() else key, key_of(key))):
+    for name in possible_keys(key):
         wanted = b'{"key":"%s",' % name.encode("utf-8", "replace")
         for split in manifest.splits:
             first = 0
@@ -36,11 +40,37 @@ def find_key(folder: Path, manifest: Manifest, key: str) -> tuple[SplitReader, i
                 first += shard.num_samples
     if damaged:
         raise damaged[0]
+    if (found := _by_name(folder, manifest, key)) is not None:
+        return found
     keys = sorted(m.key for split in manifest.splits for m in SplitReader(folder, split, manifest).metas())
     near = ", ".join(nearest(key, keys)) or "none, the dataset is empty"
-    raise ShardsError(
-        f"{folder}: key {key} is not among its {counted(len(keys), 'sample')}; nearest keys: {near}", key=key
+    raise UnknownKeyError(
+        f"{folder}: {key} is neither key, image id nor file name of its {counted(len(keys), 'sample')}; nearest keys: {near}",
+        key=key,
     )
+
+
+def possible_keys(text: str) -> list[str]:
+    """The keys that a sample may have whose key, image id or name in a tar is ``text``."""
+    padded = text.zfill(COCO_DIGITS) if text.isdigit() else text
+    return list(dict.fromkeys((text, padded, key_of_id(text), key_of(text))))
+
+
+def _by_name(folder: Path, manifest: Manifest, text: str) -> tuple[SplitReader, int] | None:
+    found = []
+    for split in manifest.splits:
+        reader = SplitReader(folder, split, manifest)
+        for index in range(len(reader)):
+            meta = reader.read_json(index)
+            name = str(meta.get("file_name", ""))
+            if text in (name, str(meta.get("image_id"))) or name.endswith(f"/{text}"):
+                found.append((reader, index, name))
+    if len(found) > 1:
+        names = ", ".join(f"{name} ({reader.key(index)})" for reader, index, name in found[:3])
+        raise UnknownKeyError(
+            f"{folder}: {text} names {len(found)} samples, such as {names}; give the key of one", key=text
+        )
+    return found[0][:2] if found else None
 
 
 def require_index(folder: Path, shard: ShardEntry) -> None:

@@ -56,6 +56,7 @@ def index_folder(
 
     Raises:
         ConfigError: not a folder, no tars, a build's folder, or patterns that do not take each tar once.
+        FormatError: the manifest that is there is damaged.
     """
     splits = dict(splits or {"train": "*.tar"})
     _require_free(folder)
@@ -96,7 +97,7 @@ def _require_free(folder: Path) -> None:
     try:
         shards = Manifest.load(folder).shards
     except FormatError as error:
-        raise ConfigError(f"{error}; or move it away to index the tars") from None
+        raise FormatError(f"{error}; or move it away to index the tars", path=folder) from None
     if not all(shard.foreign for shard in shards):
         raise ConfigError(f"{folder}: a build wrote it, so there is nothing to index", path=folder)
 
@@ -262,7 +263,7 @@ def _examine(member: str, data: bytes) -> tuple[str, int, int, list[str]]:
             size, orientation = image.size, image.getexif().get(_EXIF_ORIENTATION, 1)
             image.draft(None, (1, 1))  # a JPEG is then read to its end, but most of its pixels are not computed
             image.load()
-    except _MemberError:
+    except (_MemberError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - damaged files raise anything in Pillow
         raise _MemberError(member, f"cannot be decoded: {error or type(error).__name__}") from None

@@ -7,9 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shards import ustar
-from shards.errors import ConfigError, DamagedSampleError, FormatError, ShardsError, counted
-from shards.find import COCO_DIGITS
-from shards.foreign import key_of
+from shards.errors import ConfigError, DamagedSampleError, FormatError, UnknownKeyError, counted
+from shards.find import possible_keys
 from shards.index import REBUILD
 from shards.manifest import NAME, Manifest, ShardEntry
 from shards.reader import MismatchError, SampleMeta, checked_sample, parse_meta
@@ -64,7 +63,7 @@ class RemoteShards:
         """A sample by its key: shard, number in it, line of the sample list, checked content.
 
         Raises:
-            ShardsError: there is no such key. FormatError: a list or the sample is damaged.
+            UnknownKeyError: there is no such key. FormatError: a list or the sample is damaged.
         """
         for entry in self.manifest.shards:
             raw = self.remote.read(entry.meta_name)
@@ -72,13 +71,16 @@ class RemoteShards:
                 raise FormatError(
                     f"{self.remote}/{entry.meta_name}: sha256 is {found}, the manifest says {entry.meta_sha256}; {REBUILD}"
                 )
-            for name in dict.fromkeys((key, key.zfill(COCO_DIGITS) if key.isdigit() else key, key_of(key))):
+            for name in possible_keys(key):
                 at = raw.find(b'{"key":"%s",' % name.encode("utf-8", "replace"))
                 if at >= 0:  # lines have one width, so the place tells the number
                     meta = parse_meta(raw[at : raw.index(b"\n", at)])
                     return entry, at * entry.num_samples // len(raw), meta, self._read(entry, meta)
         number = counted(sum(self.manifest.splits.values()), "sample")
-        raise ShardsError(f"{self.remote}: key {key} is not among its {number}", key=key)
+        raise UnknownKeyError(
+            f"{self.remote}: {key} is neither key nor image id of its {number}; by file name a local folder is searched",
+            key=key,
+        )
 
     def _read(self, entry: ShardEntry, meta: SampleMeta) -> Sample:
         start, stop = meta.span

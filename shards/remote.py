@@ -35,6 +35,14 @@ class RemoteError(ShardsError):
     """A store or server refused."""
 
 
+class NoRangesError(RemoteError):
+    """A web server sends whole files only."""
+
+
+class NoBucketError(ConfigError):
+    """There is nothing at an address that files could be in."""
+
+
 class UnreachableError(RemoteError):
     """It did not answer, or failed, several times in a row: later it may be well again."""
 
@@ -65,6 +73,7 @@ class Remote:
 
     Raises, from every method:
         FileNotFoundError: there is no such file.
+        NoBucketError: there is no such bucket.
         RemoteError: the store refuses, or does not answer.
     """
 
@@ -86,7 +95,16 @@ class Remote:
 
     def _try(self, name: str, function: Callable[[], T]) -> T:
         what = shown(f"{self.location}/{name}" if name else self.location)
-        return retried(what, function, self._tries, self._patience_s)
+        try:
+            return retried(what, function, self._tries, self._patience_s)
+        except FileNotFoundError as error:
+            if "bucket does not exist" in str(error):
+                raise self._no_bucket() from None
+            raise
+
+    def _no_bucket(self) -> NoBucketError:
+        bucket = self._root.partition("/")[0]
+        return NoBucketError(f"{self}: there is no bucket {bucket}; make it, or check the address", path=str(self))
 
     def read(self, name: str = "", start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file, or of a range of it."""
@@ -99,7 +117,7 @@ class Remote:
         """The bytes [start, stop) of a file of ``num_bytes`` bytes, all of them, and no others sent.
 
         Raises:
-            RemoteError: also where the server sends whole files only.
+            NoRangesError: the server sends whole files only.
         """
 
         def read() -> bytes:
@@ -153,15 +171,12 @@ class Remote:
         """Check that there is something to store files in.
 
         Raises:
-            ConfigError: there is no such bucket.
+            NoBucketError: there is no such bucket.
         """
-        bucket = self._root.partition("/")[0]
         try:
-            self._try("", lambda: self._fs.info(bucket))
+            self._try("", lambda: self._fs.info(self._root.partition("/")[0]))
         except FileNotFoundError:
-            raise ConfigError(
-                f"{self}: there is no bucket {bucket}; make it, or check the address", path=str(self)
-            ) from None
+            raise self._no_bucket() from None
 
     def put(self, name: str, path: Path) -> None:
         """Store a local file under ``name``: whole or not at all, in place of what was there."""
@@ -199,7 +214,8 @@ def retried(what: str, function: Callable[[], T], tries: int = TRIES, patience_s
             raise
         except Exception as error:  # noqa: BLE001 - each store has its own kinds
             if (problem := _permanent(error)) is not None:
-                raise RemoteError(f"{what}: {problem}") from None
+                kind = NoRangesError if isinstance(error, _NoRangesError) else RemoteError
+                raise kind(f"{what}: {problem}") from None
             late = patience_s is not None and time.monotonic() - began >= patience_s
             if failures == tries or late:
                 failed = "1 try" if failures == 1 else f"{failures} tries in a row"

@@ -1,5 +1,6 @@
 """One image with its captions, and the two tar members that hold it."""
 
+import hashlib
 import io
 import json
 import re
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 EXTENSIONS = ("jpg", "png", "webp")
 MAX_KEY = 90  # KEY.json must fit into the 100 bytes of a tar header's name, see ustar.py
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_READABLE = re.compile(r"(?=.*[a-z_-])[0-9a-z_-]{1,64}")
+_HASHED = re.compile(r".*-[0-9a-f]{20}")
 _KEY = re.compile(rf"[0-9a-z_-]{{1,{MAX_KEY}}}")
 
 
@@ -73,6 +76,19 @@ class Sample:
                 "run `python -m shards verify` on its folder",
                 key=self.key,
             ) from error
+
+
+def key_of_id(image_id: int | str) -> str:
+    """The key of a built sample. Numbers have at least 12 digits; a text that can be a key is its own; others end in a hash.
+
+    The three forms cannot meet: only numbers are all digits, and a text that looks hashed is hashed too.
+    """
+    if isinstance(image_id, int):
+        return f"{image_id:012d}"
+    if _READABLE.fullmatch(image_id) and not _HASHED.fullmatch(image_id):
+        return image_id
+    slug = re.sub(r"[^0-9a-z_]+", "-", image_id.lower())[-40:].strip("-")
+    return f"{slug}-{hashlib.sha256(image_id.encode('utf-8', 'surrogatepass')).hexdigest()[:20]}"
 
 
 def is_key(text: str) -> bool:

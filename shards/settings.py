@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 
-from shards.errors import ConfigError
+from shards.errors import ConfigError, counted
 
 
 class _Model(Protocol):
@@ -215,7 +215,10 @@ def _other_command(model: Any, values: Mapping[str, Any]) -> list[str]:
 def _findings(model: Any, items: Sequence[Mapping[str, Any]]) -> list[str]:
     """One sentence a setting; what the alternatives of a type expect is joined by "or"."""
     expected: dict[str, list[str]] = {}
-    for item in items:
+    places = [_loc(model, item["loc"]) for item in items]
+    for item, place in zip(items, places, strict=True):
+        if any(len(other) > len(place) and other[: len(place)] == place for other in places):
+            continue  # what is wrong inside says more: a list of bad values is then short of good ones, too
         start, what = _finding(model, item)
         if what not in expected.setdefault(start, []):
             expected[start].append(what)
@@ -224,7 +227,7 @@ def _findings(model: Any, items: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
     """What was found, and what was expected; the second is empty where that is all in one sentence."""
-    loc = _loc(model, item["loc"])
+    loc = [part for part in _loc(model, item["loc"]) if part != "[key]"]
     name = ".".join(map(str, loc))
     if item["type"] == "extra_forbidden":
         known = sorted(_fields(_section(model, loc[:-1])))
@@ -232,6 +235,8 @@ def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
         parent = ".".join(map(str, loc[:-1]))
         hint = f"did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"known here: {', '.join(known)}"
         return f"{name} is not a setting; {hint}", ""
+    if item["type"] == "missing" and isinstance(loc[-1], int):
+        return f"{'.'.join(map(str, loc[:-1]))} has {counted(len(item['input']), 'value')}, expected more", ""
     if item["type"] == "missing":
         return f"{name} is missing; set it in the file or with {name}=...", ""
     message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
@@ -241,6 +246,10 @@ def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
         message = f"a text like {item['ctx']['pattern'].strip('^$')}"
         if simple := re.fullmatch(r"\^\[([^]]+)\]\+\$", item["ctx"]["pattern"]):
             message = f"a text of {' '.join(re.findall('.-.|.', simple[1]))} only"
+    if item["type"] in ("too_short", "too_long"):
+        least, most = (item["ctx"].get(end) for end in ("min_length", "max_length"))
+        unit = "character" if isinstance(item["input"], str) else "value"
+        message = f"at least {counted(least, unit)}" if least is not None else f"at most {counted(most, unit)}"
     return f"{name} is {item['input']!r}, expected ", _EXPECTED.get(item["type"], message)
 
 

@@ -28,6 +28,19 @@ def test_a_source_may_be_a_path_alone():
         (["held_out.roots=x"], r"held_out.roots is not a setting; did you mean held_out.root\?"),
         (["build.overwrite=maybe"], r"build.overwrite is 'maybe', expected true or false$"),
         (["out="], r"out is None, expected a text or a path$"),
+        (["filters.color_modes=[XYZ]"], r"build.yaml: filters.color_modes.0 is 'XYZ', expected '1', 'L', .* or 'F'$"),
+        (
+            ["filters.caption_scripts=[LATN]"],
+            r"build.yaml: filters.caption_scripts.0: is 'LATN', .*did you mean LATIN\?$",
+        ),
+        (["filters.color_modes=[]"], r"filters.color_modes is \[\], expected at least 1 value$"),
+        (["filters.norm_mean=[1, 2]"], r"filters.norm_mean has 2 values, expected more$"),
+        (["held_out.split=X y"], r"build.yaml: held_out.split is 'X y', expected a text of a-z 0-9 _ only$"),
+        (["split.fractions={TRAIN: 0.5, val: 0.5}"], r"split.fractions.TRAIN is 'TRAIN', expected a text of a-z"),
+        (
+            ["source.kind=csv", "source.path=x", "source.root=null", "source.delimiter=ab"],
+            r"delimiter is 'ab', expected at most 1 char",
+        ),
         (["filters.max_pixels=100000000000"], r"filters.max_pixels is 100000000000"),
     ],
 )

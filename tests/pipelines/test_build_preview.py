@@ -56,7 +56,7 @@ def test_the_command_prints_json_and_writes_the_page(source, command, tmp_path):
     assert answer["records"] == 9
     assert sum(answer["kept"].values()) + sum(answer["reasons"].values()) == 9
     assert {row["filter"] for row in answer["filters"]} >= {"min_side_px", "whole pictures"}
-    assert "<h1>out</h1>" in (tmp_path / "page.html").read_text()
+    assert "<h1>out: preview of 9 records</h1>" in (tmp_path / "page.html").read_text()
     assert not (tmp_path / "out").exists()
 
 

@@ -1,6 +1,11 @@
 import json
 import re
 
+import pytest
+
+from pipelines.addition import Addition
+from pipelines.errors import RejectShareError
+from pipelines.preview import preview
 from pipelines.report_page import _columns, histogram
 from pipelines.run import run_plain
 
@@ -91,3 +96,55 @@ def test_many_shards_are_drawn_as_means_of_neighbours():
     assert chart.count("<rect") == 120
     assert "<title>train-000000.tar to train-000008.tar: 4.0</title>" in chart
     assert "0.0 to 999.0, median 499.5" in chart
+
+
+def head(page):
+    """Title, heading and the line below it."""
+    parts = re.search(r"<title>(.*?)</title>.*<h1>(.*?)</h1>\s*<p class=\"sub\">(.*?)</p>", page, re.DOTALL)
+    return parts.groups()
+
+
+def test_each_report_says_what_it_is_of_and_names_only_datasets_that_there_are(
+    photos, coco, make_config, pictures, tmp_path
+):
+    out = tmp_path / "out"
+    summary = run_plain(make_config(photos, out))
+    title, heading, about = head((out / "report.html").read_text())
+    assert (title, heading) == ("Build report: out", "out")
+    assert f"Dataset <code>{summary.manifest_id[:16]}</code>" in about
+
+    more = coco(tmp_path / "more", {f"{i}.jpg": pictures.encode(pictures.scene(i)) for i in range(3)}, first_id=900)
+    added = run_plain(make_config(more, out, filters={"near_duplicate_bits": 4}), Addition)
+    page, facts = (out / "report-1.html").read_text(), json.loads((out / "report-1.json").read_text())
+    title, heading, about = head(page)
+    assert (title, heading) == ("Addition report: out", "out: addition")
+    assert (
+        f"Dataset <code>{added.manifest_id[:16]}</code>, which was <code>{summary.manifest_id[:16]}</code> before"
+        in about
+    )
+    assert (facts["of"], facts["manifest_id"], facts["why"]) == ("addition", added.manifest_id, summary.manifest_id)
+    assert "what was added was compared with itself alone, with the rest of the dataset by id and bytes only" in page
+
+    found = preview(make_config(photos, out), 7)
+    assert head(found.page)[:2] == ("Preview: out", "out: preview of 7 records")
+    assert "No shard was written and this is no dataset." in found.page
+    assert "Dataset <code>" not in found.page
+
+
+def test_a_build_that_publishes_nothing_leaves_a_report_that_says_so_until_one_does(
+    coco, make_config, pictures, tmp_path
+):
+    files = {f"{i}.jpg": pictures.encode(pictures.photo(i)) if i < 3 else b"" for i in range(10)}
+    source, out = coco(tmp_path / "source", files), tmp_path / "out"
+    with pytest.raises(
+        RejectShareError, match=r"nothing was published; look at .*/out/.build/report.html, and into rejects"
+    ):
+        run_plain(make_config(source, out))
+    page, facts = (out / ".build" / "report.html").read_text(), json.loads((out / ".build" / "report.json").read_text())
+    assert head(page)[:2] == ("Not published: out", "out: not published")
+    assert "This is no dataset: 7 of 10 records rejected (empty_file 7), build.max_reject_share=0.5 allows 5" in page
+    assert (facts["of"], facts["manifest_id"], facts["kept"], facts["rejected"]) == ("unpublished", None, 3, 7)
+    assert page.count("data:image/jpeg;base64,") == 3
+    assert not (out / "report.html").exists()
+    run_plain(make_config(source, out, build={"max_reject_share": 1}))
+    assert not list((out / ".build").glob("re[jp]*"))

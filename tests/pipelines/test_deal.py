@@ -56,6 +56,26 @@ def test_splits_by_hash_have_their_shares_and_copies_land_together(tmp_path, dra
         assert all((i + 100 in ids) == (i in ids) for i in range(20))
 
 
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_split_by_hash_that_comes_out_empty_is_said_with_numbers_and_ways_out(tmp_path, drawn, make_config, number):
+    path = pairs(tmp_path / "pairs.jsonl", range(number))
+    fractions = {"train": 0.98, "val": 0.02}
+    message = (
+        rf"split val is empty: split.fractions gives it 0.02 of {number} pictures?, {0.02 * number:g} on average, and none fell "
+        r"into it; give it a larger fraction \('split.fractions={train: 0.8, val: 0.2}'\), give more pictures, .*held_out"
+    )
+    config = make_config(source(path, drawn), tmp_path / "out", split={"by": "hash", "fractions": fractions})
+    with pytest.raises(ConfigError, match=message):
+        run_plain(config)
+    assert not list((tmp_path / "out").glob("*.tar"))
+
+
+def test_an_addition_by_hash_need_not_be_in_every_split(tmp_path, drawn, make_config):
+    run_plain(make_config(source(pairs(tmp_path / "a.jsonl", range(60)), drawn), tmp_path / "out", split=HASH))
+    few = source(pairs(tmp_path / "b.jsonl", [70]), drawn)
+    assert run_plain(make_config(few, tmp_path / "out", split=HASH), Addition).added == {"val": 1}
+
+
 def test_splits_by_hash_stay_when_data_are_added(tmp_path, drawn, make_config):
     few = source(pairs(tmp_path / "few.jsonl", range(60)), drawn)
     more = source(pairs(tmp_path / "more.jsonl", reversed(range(100))), drawn)

@@ -17,6 +17,8 @@ from shards.find import nearest
 from shards.manifest import Manifest
 from shards.order import OrderSettings
 from shards.plan import distinct_if_random, make_plan
+from shards.sample import Sample, key_of_id
+from shards.writer import ShardWriter
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -63,8 +65,25 @@ def test_show_finds_every_sample(dataset: Path, capsys: pytest.CaptureFixture[st
 
 def test_show_of_an_unknown_key_names_the_nearest(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "show", dataset, "0x0000000007")
-    assert code == 1
-    assert "key 0x0000000007 is not among its 12 samples; nearest keys: 000000000007" in err
+    assert code == 2
+    assert "0x0000000007 is neither key, image id nor file name of its 12 samples; nearest keys: 000000000007" in err
+
+
+def test_show_takes_ids_and_names_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = {"one/a b.jpg": "one/a b.jpg", "two/a b.jpg": "own id 7", "Ünï.PNG": 12, "c.jpg": "more-5"}
+    with ShardWriter(tmp_path, "train-000000", "train") as writer:
+        for name, image_id in ids.items():
+            meta = {"image_id": image_id, "file_name": name, "width": 1, "height": 1, "captions": ["x"]}
+            writer.write(Sample(key_of_id(image_id), b"x", "jpg", meta))
+    Manifest((writer.entry,)).save(tmp_path)
+    for name, image_id in ids.items():
+        for text in (name, str(image_id), key_of_id(image_id)):
+            code, answer = run_json(capsys, "show", tmp_path, text)
+            assert (code, answer["json"]["file_name"]) == (0, name), text
+    code, _, err = run(capsys, "show", tmp_path, "a b.jpg")
+    assert code == 2
+    assert "a b.jpg names 2 samples, such as one/a b.jpg (one-a-b-jpg-" in err
+    assert "give the key of one" in err
 
 
 def test_show_fills_up_the_zeros_of_a_number(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Shard folders on an S3 server and behind a web server, both on this machine."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -90,14 +91,54 @@ def test_verify_finds_in_the_store_what_it_finds_here(in_store, dataset, capsys)
 
 
 def test_what_is_no_dataset_is_said(in_store, on_web, capsys):
-    for address in (f"s3://{objectstore.BUCKET}/nothing", "s3://no-such-bucket/x", f"{on_web.url}/nothing"):
+    for address in (f"s3://{objectstore.BUCKET}/nothing", f"{on_web.url}/nothing"):
         code, _, errors = run(capsys, "ls", address)
         assert code == 2
         assert f"error: {address}: has no manifest.json, so it is no shard folder" in errors
     code, _, errors = run(capsys, "show", in_store, "nobody")
-    assert code == 1
-    assert "key nobody is not among its 12 samples" in errors
+    assert code == 2
+    assert "nobody is neither key nor image id of its 12 samples" in errors
     assert run(capsys, "stats", in_store)[0] == 2
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["plan"], ["show", "1"]])
+def test_a_bucket_that_is_not_there_is_said_by_every_command(store, capsys, command):
+    name, *options = command
+    code, _, errors = run(capsys, name, "s3://no-such-bucket/x", *options)
+    assert (code, errors) == (
+        2,
+        "error: s3://no-such-bucket/x: there is no bucket no-such-bucket; make it, or check the address\n",
+    )
+
+
+@pytest.mark.parametrize("kind", ["in_store", "on_web"])
+def test_a_damaged_folder_at_an_address_is_said_by_ls_and_plan(request, kind, capsys):
+    found = request.getfixturevalue(kind)
+    if kind == "on_web":
+        address, files = f"{found.url}/shards", found.files
+        files["/shards/train-000001.tar"].data = files["/shards/train-000001.tar"].data[:-512]
+        del files["/shards/train-000002.meta.jsonl"]
+    else:
+        address = found
+        Remote(address).remove("train-000001.tar")
+        Remote(address).remove("train-000002.meta.jsonl")
+    code, out, _ = run(capsys, "ls", address)
+    assert code == 1
+    assert re.search(r"train-000001.tar: (is missing, the manifest lists|has \d+ bytes, the manifest says)", out)
+    assert "train-000002.meta.jsonl: is missing, the manifest lists its shard" in out
+    assert "2 findings in 2 files, by names and sizes alone; `verify` reads all; run the build again" in out
+    code, _, errors = run(capsys, "plan", address)
+    assert code == 1
+    assert "(2 findings in all, without reading any file); run the build again to restore it" in errors
+
+
+def test_a_web_server_without_ranges_is_said_by_ls_and_refused_by_plan(on_web, capsys):
+    for name in ("ls", "plan"):
+        on_web.files["/shards/train-000000.tar"].tricks = ["ignore-range"] * 9
+        code, out, _ = run(capsys, name, f"{on_web.url}/shards", *(["--global-batch", "4"] if name == "plan" else []))
+        assert "the server sends whole files where ranges are asked for" in out
+        assert code == (2 if name == "plan" else 0)
+        assert ("refused: " if name == "plan" else "note: training cannot read it from there: ") in out
 
 
 def test_a_web_server_that_fails_for_a_moment_is_asked_again(on_web, dataset, capsys):
