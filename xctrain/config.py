@@ -442,7 +442,7 @@ class Config(_Section):
         if mode == "zero3" and (every := next(((n, v) for n, v in scored.items() if v is not None), None)):
             raise ValueError(
                 f"parallel.mode is zero3, {every[0]} is {every[1]}: DeepSpeed makes the processes wait for each other "
-                "in every forward, and they caption different numbers of pictures; use {every[0]}=null and `python -m xctrain "
+                f"in every forward, and they caption different numbers of pictures; use {every[0]}=null and `python -m xctrain "
                 "evaluate` on a checkpoint, or parallel.mode=fsdp"
             )
         if mode != "ddp" and self.train.compile:
