@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ heavy = [n for n in ("torch", "transformers", "accelerate", "prefect", "numpy", 
 assert not heavy, heavy
 """
     runs.finish(runs.start([sys.executable, "-c", code]))
+
+
+@pytest.mark.parametrize("package", ["shards", "pipelines", "xctrain"])
+def test_version_is_that_of_the_project(package: str) -> None:
+    done = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"xctrain {version('xctrain')}\n"
 
 
 def test_planning_auditing_and_launching_need_no_torch(drawn_shards: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_signal_to_one_node_saves_and_stops_both(drawn_shards: Path, tmp_path: P
     nodes[1].send_signal(signal.SIGTERM)
 
     assert "start again to go on" in runs.finish(nodes[0], code=75)
-    runs.finish(nodes[1], code=75)
+    assert "node 1: stopped after saving; the summary stands on node 0" in runs.finish(nodes[1], code=75)
 
 
 def test_nodes_that_do_not_share_the_run_folder_are_refused(drawn_shards: Path, tmp_path: Path) -> None:

@@ -60,8 +60,26 @@ def test_honest_run_is_proven(trained: Path, capsys: pytest.CaptureFixture[str])
     values = json.loads(capsys.readouterr().out)
     assert (values["ok"], values["evidence"], values["step"], values["samples_consumed"]) == (True, "keys", 10, 120)
     assert values["epochs"] == [
-        {"epoch": 0, "segment": 0, "source": "", "seen": 100, "repeated": 0, "skipped": 0, "masked": 0},
-        {"epoch": 1, "segment": 0, "source": "", "seen": 20, "repeated": 0, "skipped": 0, "masked": 0},
+        {
+            "epoch": 0,
+            "segment": 0,
+            "source": "",
+            "num_samples": 100,
+            "seen": 100,
+            "repeated": 0,
+            "skipped": 0,
+            "masked": 0,
+        },
+        {
+            "epoch": 1,
+            "segment": 0,
+            "source": "",
+            "num_samples": 100,
+            "seen": 20,
+            "repeated": 0,
+            "skipped": 0,
+            "masked": 0,
+        },
     ]
 
 

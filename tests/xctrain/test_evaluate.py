@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import runs
 import torch
-from small import config_of, data_of
+from small import config_of, data_of, train_here
 from tiny import TinyFamily, TinyModel
 
 from shards.reader import SplitReader
@@ -26,6 +27,31 @@ def result_of(shards: Path, ranks: Ranks, **settings: object) -> Evaluation:
     family = TinyFamily(TinyModel(dropout=0.5))
     config = EvalConfig.model_validate({"max_new_tokens": 3, **settings})
     return evaluate(family, data_of(shards, config.split).datasets[0], config, ranks)
+
+
+def test_a_few_pictures_are_captioned_on_the_way_and_drawn_on_a_page(drawn_shards: Path, tmp_path: Path) -> None:
+    settings = {"watch__captions_every": 4, "watch__num_captions": 3, "eval__max_new_tokens": 2}
+    run = tmp_path / "run"
+    train_here(drawn_shards, run, **settings)
+    lines = {
+        path.stem: [json.loads(line)["key"] for line in path.read_text().splitlines()]
+        for path in (run / "samples").iterdir()
+    }
+    keys = SplitReader(drawn_shards, "val").keys()[:3]
+    assert lines == dict.fromkeys(["step-00000004", "step-00000008", "step-00000010"], keys)
+    page = (run / "samples.html").read_text()
+    assert page.count("data:image/jpeg;base64,") == 3
+    assert "<span>after step 10</span>" in page
+    assert "<summary>1 on the way</summary>" in page
+    assert not list(run.glob("captions/*"))
+    train_here(drawn_shards, run, train__resume=str(run / "checkpoints/step-00000005"), **settings)
+    assert {path.stem for path in (run / "samples").iterdir()} == lines.keys()
+
+
+def test_captions_on_the_way_change_nothing_of_the_training(drawn_shards: Path, tmp_path: Path) -> None:
+    train_here(drawn_shards, tmp_path / "with", watch__captions_every=3, eval__max_new_tokens=2)
+    train_here(drawn_shards, tmp_path / "without")
+    assert runs.trajectory(tmp_path / "with") == runs.trajectory(tmp_path / "without")
 
 
 def test_every_image_is_captioned_once_whatever_the_batch(drawn_shards: Path, ranks: Ranks) -> None:

@@ -10,12 +10,15 @@ from conftest import drawn_sample
 from small import config_of, data_of, train_here
 
 from xctrain import __main__ as main
-from xctrain import session
+from xctrain import progress
 from xctrain.basemodel import ensure_base_model
 from xctrain.errors import CheckpointError, ConfigError
+from xctrain.flops import Work
+from xctrain.progress import Progress
 from xctrain.run import StepMetrics
-from xctrain.session import Progress, open_model, trained_family
 from xctrain.session import config_of as stored_config
+from xctrain.session import open_model, trained_family
+from xctrain.speed import Speed, Speedometer
 from xctrain.state import TrainState
 
 SHORT = {"train__num_steps": 1, "eval__max_new_tokens": 2, "train__global_batch": 2, "train__micro_batch": 2}
@@ -42,13 +45,15 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = StepMetrics(loss=1.5, grad_norm=1.0, lr=1e-3, num_targets=7, stop=False)
-    with Progress(shown=True) as progress:
-        progress.begin(10, TrainState())
-        progress.show(TrainState(step=1), metrics)
+    speed = Speed(2.0, 0.1, 4, 7, Work(80, 60), 1.5, None)
+    with Progress(shown=True) as shown:
+        shown.begin(10, TrainState(), Speedometer(1, 1))
+        shown.show(TrainState(step=1), metrics, speed)
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr(session, "_LINE_EVERY_S", 0.0)
-        progress.show(TrainState(step=2), metrics)
-    assert capsys.readouterr().err == "step 2 of 10, loss 1.500, lr 1.0e-03\n"
+        monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+        shown.show(TrainState(step=2), metrics, speed)
+    figures = "2 samples/s, 10 text and 30 image tokens/s, 2 s a step, 5% waiting for data, 1.5 GB, 16 s left"
+    assert capsys.readouterr().err == f"step 2 of 10, loss 1.500, lr 1.0e-03, {figures}\n"
 
 
 def test_captions_of_ones_own_pictures(run: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +61,15 @@ def test_captions_of_ones_own_pictures(run: Path, pictures: Path, capsys: pytest
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["file"] for line in lines] == [str(pictures / "0.PNG"), str(pictures / "1.PNG")]
     assert all(isinstance(line["caption"], str) for line in lines)
+
+
+def test_a_folder_of_folders_is_captioned_whole(run: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inner = pictures / "more" / "of.png"  # a folder, whatever its name says
+    inner.mkdir(parents=True)
+    shutil.copy(pictures / "0.PNG", inner / "deep.png")
+    assert main.main(["caption", str(run), str(pictures), "--json"]) == 0
+    files = [json.loads(line)["file"] for line in capsys.readouterr().out.splitlines()]
+    assert files == [str(pictures / "0.PNG"), str(pictures / "1.PNG"), str(inner / "deep.png")]
 
 
 def test_picture_that_cannot_be_read_is_named_and_the_others_go_on(
