@@ -102,10 +102,13 @@ def open_run(run_dir: Path, shards: Sequence[str] = (), *, begun: bool = False) 
     path, passed_over = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1).newest_valid()
     source = path / checkpoint.CONFIG if path else run_dir / "config.yaml"
     if not path and not (begun and source.is_file() and not passed_over):
-        why = f" ({passed_over[0]})" if passed_over else ""
-        raise RunError(
-            f"{run_dir}: has no whole checkpoint{why}; train first, or give another run folder", path=run_dir
-        )
+        if passed_over:
+            raise RunError(
+                f"{run_dir}: has no whole checkpoint, the newest is damaged ({passed_over[0]}), so there is nothing to audit by; "
+                "put a copy of one back, or train again in another run folder",
+                path=run_dir,
+            )
+        raise RunError(f"{run_dir}: has no whole checkpoint; train first, or give another run folder", path=run_dir)
     config = load_settings(Config, source).moved_to(run_dir)
     data = open_shards(config, shards)
     state = checkpoint.read_position(path)[0] if path else TrainState()
@@ -215,7 +218,8 @@ def audit(run: Trained) -> Audit:
                 counts[number, part, epoch].add(trained[inside], hidden[inside])
     matches = expected % 2**64 == state.digest
     findings = [] if matches else [f"digest is {state.digest:016x}, manifest and order give {expected % 2**64:016x}"]
-    damage = [*run.passed_over, *unlogged]
+    older = f"what is audited is the newest whole one, step {state.step}; start the run again to go on from there"
+    damage = [*(f"{text}; {older}" for text in run.passed_over), *unlogged]
     if changed:
         damage.append(f"{METRICS}: {counted(len(changed), 'line')} changed, first {changed[0]}")
     findings += damage

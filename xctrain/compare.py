@@ -107,7 +107,7 @@ def _charts(runs: Sequence[Compared], axis: str) -> Iterator[str]:
     waits = [Line(smooth(_waits(run.history, axis), span_of(run.history)), run.style) for run in runs]
     charts = [
         ("Held-out loss", "", evals("loss"), False),
-        *((SCORES[name], "held-out", evals(name), False) for name in ("bleu4", "cider", "rouge_l")),
+        *((SCORES[name], "held-out", evals(name), True) for name in ("bleu4", "cider", "rouge_l")),
         ("Speed", "samples a second", steps("samples_per_s"), True),
         ("Waiting for data", "% of a step", waits, True),
         ("Utilisation", "model FLOPs, % of the GPUs' peak", _percent(steps("mfu")), True),
@@ -153,7 +153,8 @@ def _figures(runs: Sequence[Compared]) -> str:
             style = ' class="best"' if rank is not None and rank == best.get(name) else ""
             cells.append(f"<td{style}>{escape(text)}</td>")
         rows.append(f'<tr><td><i class="key {run.style}"></i>{escape(run.name)}</td>{"".join(cells)}</tr>')
-    return f'<h2>In the end</h2><div class="card"><div class="scroll"><table>{head}{"".join(rows)}</table></div></div>'
+    table = f'<table class="tight">{head}{"".join(rows)}</table>'
+    return f'<h2>In the end</h2><div class="card"><div class="scroll">{table}</div></div>'
 
 
 def _row(run: Compared) -> Iterator[tuple[str, str, float | None]]:
@@ -171,11 +172,11 @@ def _row(run: Compared) -> Iterator[tuple[str, str, float | None]]:
         yield "Held-out loss" if name == "loss" else SCORES[name], figure(value), rank
     speed = _median(history, "samples_per_s")
     yield "Samples/s", figure(speed, 1), speed
-    for heading, name, digits in (("s a step", "step_s", 3), ("MFU", "mfu", 2)):
+    for heading, name, digits in (("Step, s", "step_s", 3), ("MFU", "mfu", 2)):
         yield heading, figure(_median(history, name), digits), None
     waits = [y for _, y in _waits(history, "step")]
     yield "Waiting", f"{statistics.mean(waits):.0f} %" if waits else "–", None
-    yield "Memory, GB", figure(last.get("max_memory_gb"), 2), None
+    yield "GB", figure(last.get("max_memory_gb"), 2), None
     yield "Processes", ", ".join(dict.fromkeys(str(s.get("world_size", "?")) for s in history.starts)) or "–", None
     yield "Kills", str(sum(s.get("previous_end") == "killed" for s in history.starts[1:])), None
     verdict = "not audited" if run.audit is None else "exactly once" if run.audit.get("ok") else "failed"

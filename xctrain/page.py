@@ -51,8 +51,9 @@ def figure(value: Any, digits: int = 3) -> str:
 
 
 def caption(line: Mapping[str, Any]) -> str:
-    """What a line of captions says, as HTML."""
-    return escape(str(line.get("caption", "")).strip()) or "<i>nothing</i>"
+    """What a line of captions says, as HTML; an untrained model says control characters too."""
+    text = str(line.get("caption", "")).strip()
+    return escape("".join(c if c.isprintable() else "·" for c in text)) or "<i>nothing</i>"
 
 
 def picture(key: str, data: bytes | None) -> str:

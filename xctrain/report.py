@@ -160,7 +160,8 @@ def _charts(history: History) -> str:
     ]
     norms, speeds = history.curve("grad_norm"), history.curve("samples_per_s")
     breaks = [Mark(m.step, "", m.style, m.detail) for m in marks(history.starts)]
-    charts = (
+    used = [(step, 100 * share) for step, share in history.curve("mfu")]
+    charts = [
         ("Learning rate", "", Chart([Line(history.curve("lr"))], breaks, from_zero=True)),
         ("Gradient norm", "before clipping", Chart([Line(norms, "raw"), Line(smooth(norms, span))], breaks)),
         ("Speed", "samples a second", Chart([Line(speeds, "raw"), Line(smooth(speeds, span))], breaks, from_zero=True)),
@@ -169,7 +170,10 @@ def _charts(history: History) -> str:
             "% of a step",
             Chart([Line(waits, "raw"), Line(smooth(waits, span))], breaks, from_zero=True),
         ),
-    )
+    ]
+    if used:
+        curves = [Line(used, "raw"), Line(smooth(used, span))]
+        charts.append(("Utilisation", "model FLOPs, % of the GPUs' peak", Chart(curves, breaks, from_zero=True)))
     return "".join(
         f'<div class="card"><h3>{title} <small>{unit}</small></h3>{chart.svg()}</div>' for title, unit, chart in charts
     )

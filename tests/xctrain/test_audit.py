@@ -311,7 +311,7 @@ def test_damaged_newest_checkpoint_is_a_finding(run: Path, capsys: pytest.Captur
     assert main.main(["audit", str(run)]) == 1
     text = capsys.readouterr().out
     assert text.startswith("step 5, 60 samples consumed")
-    assert f"passed over {newest}: rng.json is missing\n" in text
+    assert f"passed over {newest}: rng.json is missing; what is audited is the newest whole one" in text
 
 
 def test_masked_samples_are_in_the_verdict(drawn_shards: Path, tmp_path: Path) -> None:

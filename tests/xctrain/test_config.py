@@ -48,6 +48,15 @@ def test_value_out_of_range_is_named_with_what_was_expected(override: str, text:
     assert text in refused("train.num_steps=5", override)
 
 
+def test_powers_of_ten_are_numbers_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {num_steps: 1e3}\noptim: {lr: 2e-4}\nmodel: {prompt: '1e3'}\n")
+    config = load_settings(Config, path)
+    assert (config.train.num_steps, config.optim.lr, config.model.prompt) == (1000, 2e-4, "1e3")
+    assert load_settings(Config, None, ["train.num_steps=1e3"]).train.num_steps == 1000
+    assert "train.num_steps is 1.5, expected a whole number" in refused("train.num_steps=15e-1")
+
+
 def test_hf_family_needs_a_path() -> None:
     assert "model.path is empty" in refused("train.num_steps=5", "model.family=hf")
 
