@@ -178,7 +178,7 @@ def make_damaged(run: Path) -> None:
     [
         (shutil.rmtree, "there is no such run folder; give the run.dir of a run"),
         (make_empty, "has no whole checkpoint; train first, or give another run folder"),
-        (make_damaged, "step-00000010: rng.json is missing); train first"),
+        (make_damaged, "step-00000010: rng.json is missing), so there is nothing to audit by; put a copy"),
     ],
 )
 def test_folder_without_a_checkpoint_is_refused(run: Path, change: Callable[[Path], None], text: str) -> None:
