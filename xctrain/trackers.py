@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from xctrain import phase
 from xctrain.config import Config
 from xctrain.errors import ConfigError
 from xctrain.follow import END, read_status
@@ -16,8 +17,19 @@ from xctrain.follow import END, read_status
 LOGS = "logs"
 _DRAIN_S = 30.0  # how long the end of a run waits for a tracker to take the rest
 _KILL_S = 10.0
-# What makes a process a rank, or gives it a GPU.
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "XCTRAIN_PHASES")
+# What makes a process a rank in the eyes of Accelerate, with the variables of all launchers that it knows.
+_OF_A_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "MPI_",
+    "PMI_",
+    "OMPI_",
+    "MV2_",
+)
 
 
 def require_trackers(config: Config) -> None:
@@ -52,8 +64,7 @@ class Trackers:
         for name in self._names:
             log = self._run_dir / LOGS / f"tracker-{name}.log"
             log.parent.mkdir(exist_ok=True)
-            environment = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
-            environment = {k: v for k, v in environment.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+            environment = {k: v for k, v in os.environ.items() if not k.startswith((*_OF_A_RANK, phase.VARIABLE))}
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "xctrain.follow", str(self._run_dir), name, str(os.getpid())]
             with log.open("ab") as output:

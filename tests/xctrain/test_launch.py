@@ -90,7 +90,11 @@ def test_ranks_of_a_node_are_numbered_behind_those_of_the_nodes_before_it(tmp_pa
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     body = f"os.write(1, (' '.join(os.environ[n] for n in {names}) + chr(10)).encode())"
     text = runs.finish(launch(body, tmp_path, 2, "Nodes(3, 1, 'first', 4567)"))
-    assert sorted(text.splitlines()) == ["2 0 6 2 first 4567", "3 1 6 2 first 4567"]
+    assert sorted(text.splitlines()) == [
+        "2 0 6 2 first 4567",
+        "3 1 6 2 first 4567",
+        "node 1: done; the summary stands on node 0",
+    ]
 
 
 def test_only_rank_0_speaks_on_the_screen_and_the_last_words_of_one_that_failed(tmp_path: Path) -> None:

@@ -164,7 +164,8 @@ def test_pair_that_cannot_work_is_refused(tmp_path: Path, mode: str, changes: di
 
 def test_evaluation_within_a_zero3_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"parallel.mode is zero3, eval.every is 5: DeepSpeed makes the processes wait .* use eval.every=null and"
+        ConfigError,
+        match=r"parallel.mode is zero3, eval.every is 5: DeepSpeed makes the processes wait .* use eval.every=null and",
     ):
         config_of(tmp_path, tmp_path, parallel__mode="zero3", eval__every=5)
 
