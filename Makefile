@@ -7,6 +7,7 @@ BUILD_CONFIG ?= configs/build.yaml
 GPUS ?= 1
 NODES ?= 1
 NODE_RANK ?= 0
+MODES ?= ddp zero2
 ARGS ?=
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -37,6 +38,12 @@ ifeq ($(CONFIG),configs/demo.yaml)
 	@test -e data/sample-shards/manifest.json || $(MAKE) --no-print-directory sample-shards
 endif
 	$(PY) -m xctrain launch $(CONFIG) --processes $(GPUS) $(if $(filter-out 1,$(NODES)),--nodes $(NODES) --node-rank $(NODE_RANK) --master "$(MASTER)") $(if $(DRY_RUN),--dry-run) $(ARGS)
+
+scaling: $(READY) ## the same job on several numbers of GPUs, as a table: GPUS="1 2 4" [MODES="ddp zero2"] [CONFIG=...] [ARGS=...]
+ifeq ($(CONFIG),configs/demo.yaml)
+	@test -e data/sample-shards/manifest.json || $(MAKE) --no-print-directory sample-shards
+endif
+	$(PY) -m xctrain scaling $(CONFIG) $(ARGS) --gpus $(GPUS) --modes $(MODES)
 
 sample-shards: $(READY) ## the sample dataset as shards in data/sample-shards
 	$(PY) -m pipelines sample --out data/sample
@@ -70,4 +77,4 @@ golden: $(READY) ## remake the golden values; a changed one is a break, see CHAN
 bench: $(READY) ## benchmarks, one JSON line each
 	@for file in benchmarks/*.py; do $(PY) $$file || exit 1; done
 
-.PHONY: help install demo shards train sample-shards serve test test-slow test-gpu check fix golden bench
+.PHONY: help install demo shards train scaling sample-shards serve test test-slow test-gpu check fix golden bench

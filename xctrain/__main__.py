@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from shards import cli
 
@@ -64,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus", type=int, metavar="N", help="processes to plan for, one per GPU; those here if left out"
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    scaling = add_config("scaling", _scaling, "the same job on several numbers of GPUs, as one table")
+    scaling.add_argument("--gpus", nargs="+", required=True, metavar="N", help="numbers of processes")
+    scaling.add_argument("--modes", nargs="+", default=["ddp", "zero2"], metavar="MODE", help="values of parallel.mode")
+    scaling.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of runs and table, run.dir-scaling unless given"
+    )
     evaluate = add_config("evaluate", _evaluate, "caption and score a split with the run's newest checkpoint")
     evaluate.add_argument("--json", action="store_true", help="print the scores as JSON")
     evaluate.add_argument("--out", type=Path, help="write the captions there, one JSON line an image")
@@ -164,6 +171,29 @@ def _plan(arguments: argparse.Namespace) -> int:
     plan = make_plan(config, num_gpus() if arguments.gpus is None else arguments.gpus)
     print(json.dumps(plan.to_json(), indent=1) if arguments.json else as_text(plan))
     return 2 if plan.refused else 0
+
+
+def _scaling(arguments: argparse.Namespace) -> int:
+    from shards.settings import load_settings
+    from xctrain.config import Config, ParallelConfig
+    from xctrain.errors import ConfigError
+
+    # Settings may stand behind an option that takes several values, too.
+    given = [(name, text) for name in ("gpus", "modes") for text in getattr(arguments, name)]
+    arguments.overrides += [text for _, text in given if "=" in text]
+    counts = [text for name, text in given if name == "gpus" and "=" not in text]
+    modes = [text for name, text in given if name == "modes" and "=" not in text]
+    known = get_args(ParallelConfig.model_fields["mode"].annotation)
+    if wrong := [text for text in counts if not text.isdecimal() or int(text) < 1]:
+        raise ConfigError(f"--gpus is {wrong[0]}, expected whole numbers from 1 on")
+    if wrong := [text for text in modes if text not in known]:
+        raise ConfigError(f"--modes is {wrong[0]}, expected some of {', '.join(known)}")
+    config = load_settings(Config, arguments.config, arguments.overrides)
+    from xctrain.scaling import measure
+
+    out = arguments.out or config.run.dir.with_name(f"{config.run.dir.name}-scaling")
+    what = [str(arguments.config), *arguments.overrides]
+    return measure(config, what, [int(text) for text in counts], modes, out)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ ORDER = re.findall(
     errors config state data spikes log flops prompt loss ptb scores captions collate speed decode phase processes
     follow trackers loader models basemodel optim memory rng ranks reading tensors parallel zero checkpoint resume
     evaluate run progress badbatch firstbatch loop charts history page gallery largest drystep start plan audit report
-    compare sheet session export launch doctor demo __main__
+    compare sheet session export scaling launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.

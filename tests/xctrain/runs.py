@@ -60,9 +60,9 @@ def start(command: list[str], **options: Any) -> "subprocess.Popen[str]":
     )
 
 
-def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
+def finish(process: "subprocess.Popen[str]", code: int = 0, timeout_s: float = 240) -> str:
     """Wait for the exit code; what it printed."""
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == code, f"exit code {process.returncode}, expected {code}: {err}"
     return out + err
 
