@@ -59,9 +59,10 @@ class Engine:
 
     def _backward(self, batch: Batch, num_targets: int, factor: int) -> Tensor:
         accelerator = self.ranks.accelerator
-        with accelerator.autocast():
+        with accelerator.autocast() if accelerator.native_amp else nullcontext():
             part: Tensor = self.module(batch.to(accelerator.device)) / num_targets
-        accelerator.backward(part * factor)
+        loss = part if factor == 1 else part * factor
+        (loss if accelerator.scaler is None else accelerator.scaler.scale(loss)).backward()
         return part.detach()
 
     def reduce(self) -> None:
