@@ -18,7 +18,7 @@ from pipelines import report
 from pipelines.build import Build, Places, Summary, rejects_jsonl
 from pipelines.errors import BuildError
 from pipelines.filters import Reason
-from pipelines.held import Held, read_held
+from pipelines.known import Known, read_known
 from pipelines.plan import Slice
 from pipelines.progress import progress_bar
 from pipelines.state import State, finished_in, shard_files
@@ -72,8 +72,8 @@ class Addition(Build):
     def _require_records(self) -> None:
         """What is new need not be in every split."""
 
-    def _held_already(self) -> Held:
-        return read_held(self.config.folder, self.before)
+    def _known_already(self) -> Known:
+        return read_known(self.config.folder, self.before)
 
     def _publish(self) -> Summary:
         places = self._places()

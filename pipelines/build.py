@@ -22,9 +22,9 @@ from pipelines.errors import BuildError, RejectShareError, enough_memory, system
 from pipelines.fetched import with_local_files
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import fingerprint, seen
-from pipelines.held import NOTHING_HELD, Held
-from pipelines.hold import Hold
+from pipelines.folder_lock import FolderLock
 from pipelines.images import Images, are_far, open_images, read_all
+from pipelines.known import NOTHING_KNOWN, Known
 from pipelines.measure import Picture, measure
 from pipelines.plan import Plan, make_plan, require_images
 from pipelines.progress import Progress, map_bounded, progress_bar
@@ -119,7 +119,7 @@ class Build:
             raise ConfigError(describe(error), path=error.filename) from None
         self.planned: Plan
         self._held = ExitStack()
-        self.hold: Hold
+        self.lock: FolderLock
         self.workers: Workers
 
     def _read_input(self) -> None:
@@ -146,16 +146,16 @@ class Build:
     def _open_state(self) -> State:
         return State(self.config.folder)
 
-    def _held_already(self) -> Held:
+    def _known_already(self) -> Known:
         """What the dataset holds that is added to; a build begins with nothing."""
-        return NOTHING_HELD
+        return NOTHING_KNOWN
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            self.hold = held.enter_context(self.state.locked())
+            self.lock = held.enter_context(self.state.locked())
             limit = self.config.build.num_processes
             threads = self.config.build.runner == "threads"
-            self.workers = Threads(limit, self.hold, JOBS) if threads else Processes(limit, self.hold)
+            self.workers = Threads(limit, self.lock, JOBS) if threads else Processes(limit, self.lock)
             held.callback(self.state.sweep)
             held.callback(self.workers.close)
             self.state.begin(self.settings, self.config.build.overwrite)
@@ -173,7 +173,7 @@ class Build:
         self._held.callback(spool.close)
         with progress_bar(None, "read") as progress:
             self.planned = make_plan(
-                self.config, self.origins, spool, self.state.memory, self._hash_files, progress, self._held_already()
+                self.config, self.origins, spool, self.state.memory, self._hash_files, progress, self._known_already()
             )
         self._require_records()
         self._pieces = {piece.name: piece for piece in self.planned.slices}
@@ -246,7 +246,7 @@ class Build:
     def stop(self) -> None:
         """End all that works for this build, here and elsewhere."""
         self.workers.close()
-        self.hold.release()
+        self.lock.release()
 
     def publish(self) -> Summary:
         """Make the folder, or the address, the dataset that was built; the manifest comes last.

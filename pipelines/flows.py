@@ -92,7 +92,7 @@ def _build_all(job: Build, todo: list[str], progress: Progress) -> None:
         cluster.require_reachable_api(config, str(PREFECT_API_URL.value()))
         runner = cluster.task_runner(config)
         shard, limit = make_task(build_elsewhere, "build-shard", "{name}", config.retries), IN_FLIGHT
-        same = {"run": job.hold.run, "expected": remote.versions()}
+        same = {"run": job.lock.run, "expected": remote.versions()}
     else:
         runner = ThreadPoolTaskRunner(max_workers=len(job.workers))
         shard, limit = make_task(job.build_shard, "build-shard", "{name}", config.retries), 2 * len(job.workers)

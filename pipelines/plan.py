@@ -18,8 +18,8 @@ from pipelines.errors import BuildError
 from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import seen
 from pipelines.hashes import HashFiles, hash_all
-from pipelines.held import NOTHING_HELD, Held
 from pipelines.images import Images, Stamp, open_images, where
+from pipelines.known import NOTHING_KNOWN, Known
 from pipelines.near_duplicates import BITS, settle
 from pipelines.progress import Progress
 from pipelines.records import Record
@@ -190,11 +190,11 @@ def make_plan(
     folder: Path,
     hash_files: HashFiles,
     progress: Progress = lambda count: None,
-    held: Held = NOTHING_HELD,
+    known: Known = NOTHING_KNOWN,
 ) -> Plan:
     """Read all records, hash their files, reject what is known to be bad by that, and cut the rest.
 
-    What is found out about the files is remembered in ``folder``; ``held`` is what the dataset holds that is added to.
+    What is found out about the files is remembered in ``folder``; ``known`` is what the dataset holds that is added to.
     """
     splits = Splits(config, origins)
     for number, origin in enumerate(origins):
@@ -211,9 +211,9 @@ def make_plan(
         _reject_near_duplicates(spool, names, config.filters.near_duplicate_bits)
     if config.filters.leaks == "fail":
         _require_no_leaks(spool, names)
-    held.reject(spool, names, config.filters.duplicates)
+    known.reject(spool, names, config.filters.duplicates)
     planned = [_planned(spool, name, i, origins) for i, name in enumerate(names)]
-    return Plan(config, planned, spool, held.next_numbers)
+    return Plan(config, planned, spool, known.next_numbers)
 
 
 def _read(spool: Spool, origin: Origin, source: int, splits: Splits, limits: FilterConfig, progress: Progress) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipelines import plan
 from pipelines.errors import BuildError, system_error
-from pipelines.hold import Hold
+from pipelines.folder_lock import FolderLock
 from pipelines.workers import Processes
 from shards.errors import ConfigError, UserError
 
@@ -37,14 +37,14 @@ def build_shard(name: str, order: str, run: str, expected: Mapping[str, str]) ->
     Raises:
         BuildError: names this machine, and the path where one is the reason.
     """
-    hold = Hold(Path(order).parents[1], run)
-    attempt = hold.folder / "attempts" / f"{name}-{uuid.uuid4().hex}"
+    lock = FolderLock(Path(order).parents[1], run)
+    attempt = lock.folder / "attempts" / f"{name}-{uuid.uuid4().hex}"
     try:
         if not Path(order).exists():
             raise BuildError(f"{order} cannot be seen there; {SAME_PATHS}", path=order)
         _require(expected)
         attempt.mkdir(parents=True)
-        workers = Processes(1, hold)
+        workers = Processes(1, lock)
         try:
             counts: dict[str, int] = workers.call("build", {"slice": order, "attempt": str(attempt)})
         finally:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipelines.hold import Hold, held
+from pipelines.folder_lock import FolderLock, lock_folder
 from pipelines.plan import Slice
 from shards.atomic import write_file
 from shards.errors import ConfigError, UserError
@@ -107,15 +107,15 @@ class State:
                 )
 
     @contextmanager
-    def locked(self) -> Iterator[Hold]:
+    def locked(self) -> Iterator[FolderLock]:
         """Hold the folder, swept, until the block ends.
 
         Raises:
             BuildError: another build holds it.
         """
-        with held(self.out) as hold:
+        with lock_folder(self.out) as lock:
             self.sweep()
-            yield hold
+            yield lock
 
     def sweep(self) -> None:
         """Remove what a kill left half-written."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.errors import BuildError, PassingError, system_error
-from pipelines.hold import LOST, Hold, lost
+from pipelines.folder_lock import LOST, FolderLock, lost
 from pipelines.progress import Progress
 from shards.errors import ConfigError, UserError
 
@@ -46,9 +46,9 @@ class Workers(Protocol):
 class Threads:
     """Jobs in the threads that call. ``close`` ends them at their next sign of progress."""
 
-    def __init__(self, limit: int, hold: Hold, jobs: Jobs) -> None:
+    def __init__(self, limit: int, lock: FolderLock, jobs: Jobs) -> None:
         self._limit = limit
-        self._hold = hold
+        self._lock = lock
         self._jobs = jobs
         self._closed = False
         self._quiet = ExitStack()
@@ -63,7 +63,7 @@ class Threads:
         def go_on(count: int) -> None:
             if self._closed:
                 raise _stopped()
-            self._hold.require()
+            self._lock.require()
             progress(count)
 
         go_on(0)
@@ -80,9 +80,9 @@ class Threads:
 class Processes:
     """At most ``limit`` processes, started when first needed. Each call occupies one; a killed one is replaced."""
 
-    def __init__(self, limit: int, hold: Hold) -> None:
+    def __init__(self, limit: int, lock: FolderLock) -> None:
         self._limit = limit
-        self._hold = hold
+        self._lock = lock
         self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
         for _ in range(limit):
             self._free.put(None)
@@ -108,7 +108,7 @@ class Processes:
             if self._closed:
                 raise _stopped()
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipelines.workers", str(self._hold.folder), self._hold.run],
+                [sys.executable, "-m", "pipelines.workers", str(self._lock.folder), self._lock.run],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -138,7 +138,7 @@ class Processes:
             raise _stopped()
         code = process.wait()
         if code == LOST:
-            raise lost(self._hold.folder)
+            raise lost(self._lock.folder)
         ending = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         hint = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
         raise PassingError(f"a build process {ending}{hint}; run the build again, finished shards are kept")
@@ -160,11 +160,11 @@ def _stopped() -> BuildError:
     return BuildError("the build was stopped")
 
 
-def serve(hold: Hold, jobs: Jobs) -> None:
+def serve(lock: FolderLock, jobs: Jobs) -> None:
     """The worker's side: answer requests from standard input until it closes."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library that prints must not write into the replies
-    hold.join()
+    lock.join()
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
 
@@ -199,4 +199,4 @@ def _listen(requests: "queue.Queue[str]") -> None:
 if __name__ == "__main__":
     from pipelines import build
 
-    serve(Hold(Path(sys.argv[1]), sys.argv[2]), build.JOBS)
+    serve(FolderLock(Path(sys.argv[1]), sys.argv[2]), build.JOBS)

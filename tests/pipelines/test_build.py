@@ -416,7 +416,7 @@ def test_a_split_that_is_all_rejected_is_an_error(coco, make_config, tmp_path):
 
 
 def test_two_builds_do_not_share_a_folder(photos, make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.hold.PATIENCE_S", 0)
+    monkeypatch.setattr("pipelines.folder_lock.PATIENCE_S", 0)
     config = make_config(photos, tmp_path / "out")
     with Build(config), pytest.raises(BuildError, match="another build is at work in this folder"), Build(config):
         pass

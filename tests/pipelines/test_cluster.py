@@ -211,7 +211,7 @@ def test_an_address_without_host_and_port_is_refused(address):
 
 
 def built_elsewhere(job, name, **changes):
-    arguments = {"order": str(job.write_order(name)), "run": job.hold.run, "expected": remote.versions(), **changes}
+    arguments = {"order": str(job.write_order(name)), "run": job.lock.run, "expected": remote.versions(), **changes}
     return remote.build_shard(name, **arguments)
 
 

@@ -15,7 +15,7 @@ from shards.reader import SplitReader
 
 
 @dataclass(frozen=True)
-class Held:
+class Known:
     """Ids and hashes of source files by split, as sorted arrays, and the number of the next shard of each split."""
 
     ids: Mapping[str, Any] = field(default_factory=dict)  # of dtype S16, see records.id_bytes
@@ -45,10 +45,10 @@ class Held:
             spool.reject(rows, Reason.SPLIT_LEAK, f"{what} is in split {other} of the dataset")
 
 
-NOTHING_HELD = Held()
+NOTHING_KNOWN = Known()
 
 
-def read_held(folder: Path, manifest: Manifest) -> Held:
+def read_known(folder: Path, manifest: Manifest) -> Known:
     """What the shards say of their samples; reads every KEY.json and no picture.
 
     Raises:
@@ -62,7 +62,7 @@ def read_held(folder: Path, manifest: Manifest) -> Held:
         known = (meta.get("source", {}).get("sha256") for meta in found)
         hashes[split] = np.array([bytes.fromhex(digest) for digest in known if digest], "S32")
         numbers[split] = 1 + max(_number(shard.name) for shard in manifest.of_split(split))
-    return Held(ids, hashes, numbers)
+    return Known(ids, hashes, numbers)
 
 
 def _number(name: str) -> int:

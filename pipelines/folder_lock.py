@@ -29,7 +29,7 @@ LOST = 4  # exit code of a process whose build no longer holds the folder
 
 
 @dataclass(frozen=True)
-class Hold:
+class FolderLock:
     """A build's hold on its folder. ``folder`` is its .build, ``run`` names the build."""
 
     folder: Path
@@ -82,7 +82,7 @@ def lost(folder: Path) -> BuildError:
 
 
 @contextmanager
-def held(out: Path) -> Iterator[Hold]:
+def lock_folder(out: Path) -> Iterator[FolderLock]:
     """Hold a shard folder.
 
     Raises:
@@ -92,14 +92,14 @@ def held(out: Path) -> Iterator[Hold]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "owner").open("a+b") as owner, (folder / "lock").open("a+b") as workers:
         _await(owner, out)
-        hold = Hold(folder, uuid.uuid4().hex)
-        write_file(folder / "run", hold.run.encode())  # what still works for a killed build now ends
+        lock = FolderLock(folder, uuid.uuid4().hex)
+        write_file(folder / "run", lock.run.encode())  # what still works for a killed build now ends
         _await(workers, out)
         _lock(workers.fileno(), fcntl.LOCK_SH)
         try:
-            yield hold
+            yield lock
         finally:
-            hold.release()
+            lock.release()
 
 
 def _await(file: BinaryIO, out: Path) -> None:
