@@ -4,16 +4,22 @@ import io
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from PIL import Image, ImageDraw
 
+from shards import remote
 from shards.manifest import Addition, Manifest
 from shards.reader import SplitReader
 from shards.sample import Sample
 from shards.writer import ShardWriter
+
+if TYPE_CHECKING:
+    from objectstore import ObjectStore
 
 # A shell starts what runs in its background with Ctrl-C ignored, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,3 +108,18 @@ def drawn_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawn") / "shards"
     write_dataset(folder, {"train": [40, 40, 20], "val": [12]})
     return folder
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator["ObjectStore"]:
+    """An S3 server of this machine, which the environment names; a bucket is in it."""
+    import objectstore  # moto and s3fs are slow to import
+
+    with objectstore.running() as running:
+        yield running
+
+
+@pytest.fixture
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits between tries are short."""
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)

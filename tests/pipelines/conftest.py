@@ -19,6 +19,7 @@ from PIL import Image
 
 from pipelines import prefect_api
 from pipelines.config import BuildConfig
+from pipelines.run import run_plain
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -109,6 +110,29 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_coco(root, {f"{i:012d}.jpg": encode(photo(i)) for i in range(500, 505)}, split="val", first_id=500)
 
 
+@pytest.fixture(scope="session")
+def built(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed build of the photos, in three shards and one of held-out ones; do not change."""
+    out = tmp_path_factory.mktemp("built") / "out"
+    run_plain(config(photos, out))
+    return out
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough work for a build of some seconds: 40 pictures that have to be converted; do not change."""
+    files = {f"{i}.png": encode(photo(i, 640, 480, "RGBA"), "PNG") for i in range(40)}
+    return write_coco(tmp_path_factory.mktemp("work"), files)
+
+
+@pytest.fixture(scope="session")
+def work_built(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
+    """The data files of its undisturbed build, five records a shard."""
+    out = tmp_path_factory.mktemp("work_built") / "out"
+    run_plain(config(work, out, build={"records_per_shard": 5}))
+    return read_data_files(out)
+
+
 def config(source: Path | Mapping[str, Any], out: Path, **sections: Any) -> BuildConfig:
     """A config with small shards and one process."""
     build = {"records_per_shard": 8, "processes": 1, **sections.pop("build", {})}
@@ -126,11 +150,11 @@ DATA_SUFFIXES = (".tar", ".idx", ".jsonl", "manifest.json")
 @pytest.fixture(scope="session")
 def data_files() -> Callable[[Path], dict[str, bytes]]:
     """Every file of a shard folder that must not depend on how it was built."""
+    return read_data_files
 
-    def read(out: Path) -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in sorted(out.iterdir()) if p.name.endswith(DATA_SUFFIXES)}
 
-    return read
+def read_data_files(out: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(out.iterdir()) if p.name.endswith(DATA_SUFFIXES)}
 
 
 @pytest.fixture(scope="session")

@@ -18,14 +18,6 @@ from shards.reader import SplitReader
 from shards.verify import verify
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory, photos, make_config):
-    """24 pictures to train on in three shards, and 5 held out; do not change."""
-    out = tmp_path_factory.mktemp("built") / "out"
-    run_plain(make_config(photos, out))
-    return out
-
-
 @pytest.fixture
 def dataset(built, tmp_path):
     return shutil.copytree(built, tmp_path / "dataset")

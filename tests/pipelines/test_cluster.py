@@ -16,24 +16,9 @@ from pipelines.build import Build
 from pipelines.cluster import require_reachable_api
 from pipelines.config import RunConfig
 from pipelines.errors import BuildError
-from pipelines.run import run_plain
 from shards.errors import ConfigError
 
 pytest.importorskip("prefect_dask", reason="needs pip install .[dask]")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, coco, pictures):
-    """Enough work for a build of some seconds: pictures that have to be converted."""
-    files = {f"{i}.png": pictures.encode(pictures.photo(i, 640, 480, "RGBA"), "PNG") for i in range(40)}
-    return coco(tmp_path_factory.mktemp("source"), files)
-
-
-@pytest.fixture(scope="module")
-def reference(source, make_config, data_files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("reference") / "out"
-    run_plain(make_config(source, out, build={"records_per_shard": 5}))
-    return data_files(out)
 
 
 @pytest.fixture(scope="module")
@@ -85,28 +70,28 @@ def wait_for_line(log, text, process):
 
 
 @pytest.fixture
-def config_file(source, tmp_path):
+def config_file(work, tmp_path):
     path = tmp_path / "build.yaml"
     build = {"records_per_shard": 5, "processes": 1, "runner": "dask"}
-    path.write_text(json.dumps({"source": str(source), "out": str(tmp_path / "out"), "build": build}))
+    path.write_text(json.dumps({"source": str(work), "out": str(tmp_path / "out"), "build": build}))
     return path
 
 
 def test_a_dask_cluster_gives_the_bytes_of_the_plain_build(
-    ask, command, config_file, scheduler, workers, reference, data_files
+    ask, command, config_file, scheduler, workers, work_built, data_files
 ):
     process = command("build", config_file, f"build.address={scheduler}")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
-    assert data_files(config_file.parent / "out") == reference
+    assert data_files(config_file.parent / "out") == work_built
     run = ask("/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})[0]
     assert run["state_type"] == "COMPLETED"
     assert not list((config_file.parent / "out" / ".build" / "slices").iterdir())
 
 
 def test_the_shard_of_a_killed_dask_worker_is_built_by_the_other_one(
-    ask, command, config_file, scheduler, workers, reference, data_files
+    ask, command, config_file, scheduler, workers, work_built, data_files
 ):
     out = config_file.parent / "out"
     process = command("build", config_file, f"build.address={scheduler}")
@@ -114,12 +99,12 @@ def test_the_shard_of_a_killed_dask_worker_is_built_by_the_other_one(
     workers[0].kill()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert data_files(out) == reference
+    assert data_files(out) == work_built
     assert not (out / ".build" / "attempts").exists()
 
 
 def test_a_stopped_build_on_a_cluster_goes_on_without_one(
-    ask, command, config_file, scheduler, workers, reference, data_files
+    ask, command, config_file, scheduler, workers, work_built, data_files
 ):
     out = config_file.parent / "out"
     process = command("build", config_file, f"build.address={scheduler}")
@@ -131,11 +116,11 @@ def test_a_stopped_build_on_a_cluster_goes_on_without_one(
     process = command("build", config_file, "build.runner=processes")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert data_files(out) == reference
+    assert data_files(out) == work_built
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_dies_is_an_error_in_words(ask, command, config_file, tmp_path, reference, data_files):
+def test_a_scheduler_that_dies_is_an_error_in_words(ask, command, config_file, tmp_path, work_built, data_files):
     log = tmp_path / "scheduler.log"
     with log.open("w") as file:
         scheduler = dask("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", stdout=file, stderr=file)
@@ -153,7 +138,7 @@ def test_a_scheduler_that_dies_is_an_error_in_words(ask, command, config_file, t
     assert re.search(r"error: the dask cluster lost the work \(.*\); see that its workers live", errors), errors
     process = command("build", config_file, "build.runner=threads")
     process.communicate(timeout=60)
-    assert data_files(config_file.parent / "out") == reference
+    assert data_files(config_file.parent / "out") == work_built
 
 
 @pytest.mark.slow

@@ -12,30 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.run import run_plain
-
 pytest.importorskip("prefect_ray", reason="needs pip install .[ray]")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, coco, pictures):
-    files = {f"{i}.png": pictures.encode(pictures.photo(i, 400, 300, "RGBA"), "PNG") for i in range(40)}
-    return coco(tmp_path_factory.mktemp("source"), files)
-
-
-@pytest.fixture(scope="module")
-def reference(source, make_config, data_files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("reference") / "out"
-    run_plain(make_config(source, out, build={"records_per_shard": 5}))
-    return data_files(out)
-
-
 @pytest.fixture
-def config_file(source, tmp_path):
+def config_file(work, tmp_path):
     path = tmp_path / "build.yaml"
     build = {"records_per_shard": 5, "processes": 2, "runner": "ray"}
-    path.write_text(json.dumps({"source": str(source), "out": str(tmp_path / "out"), "build": build}))
+    path.write_text(json.dumps({"source": str(work), "out": str(tmp_path / "out"), "build": build}))
     return path
 
 
@@ -71,13 +56,13 @@ def wait_for_attempts(out, process, number):
 
 
 def test_two_ray_nodes_give_the_bytes_of_the_plain_build_and_one_killed_meanwhile_changes_nothing(
-    ask, command, config_file, cluster, reference, data_files
+    ask, command, config_file, cluster, work_built, data_files
 ):
     address, second_node = cluster
     out = config_file.parent / "out"
     code, _, errors = finish(command("build", config_file, f"build.address={address}"))
     assert code == 0, errors
-    assert data_files(out) == reference
+    assert data_files(out) == work_built
 
     shutil.rmtree(out)
     process = command("build", config_file, f"build.address={address}")
@@ -85,11 +70,11 @@ def test_two_ray_nodes_give_the_bytes_of_the_plain_build_and_one_killed_meanwhil
     os.kill(second_node, signal.SIGKILL)
     code, _, errors = finish(process)
     assert code == 0, errors
-    assert data_files(out) == reference
+    assert data_files(out) == work_built
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file, reference, data_files, signum):
+def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file, work_built, data_files, signum):
     out = config_file.parent / "out"
     process = command("build", config_file)
     wait_for_attempts(out, process, 1)
@@ -102,7 +87,7 @@ def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file,
         time.sleep(0.5)
     code, _, errors = finish(command("build", config_file, "build.runner=processes"))
     assert code == 0, errors
-    assert data_files(out) == reference
+    assert data_files(out) == work_built
 
 
 def ray_processes(driver):

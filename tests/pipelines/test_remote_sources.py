@@ -17,18 +17,10 @@ from shards.errors import ConfigError
 from shards.remote import Remote
 
 # Not ours: botocore, aiohttp and s3fs leave sessions to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-
-
-@pytest.fixture(scope="module")
-def store():
-    with objectstore.running() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+pytestmark = [
+    pytest.mark.usefixtures("quick_tries"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 
 def put_all(folder, address):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from pipelines import prefect_api
-from pipelines.run import run_plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROJECT = Path(__file__).resolve().parents[2]
@@ -44,6 +43,10 @@ class Server:
         flags = [text for name, value in parameters.items() for text in ("-p", f"{name}={json.dumps(value)}")]
         said = self.prefect("deployment", "run", deployment, *flags)
         return next(word.rpartition("/")[2] for word in said.split() if "/runs/flow-run/" in word)
+
+    def messages(self, run):
+        """What the run's log says so far."""
+        return [log["message"] for log in self.ask("/logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})]
 
     def state(self, run):
         return self.ask(f"/flow_runs/{run}")["state_type"]
@@ -79,20 +82,6 @@ def server(tmp_path_factory):
     assert "database is locked" not in log.read_text()
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, coco, pictures):
-    """Enough work for a build of some seconds: pictures that have to be converted."""
-    files = {f"{i}.png": pictures.encode(pictures.photo(i, 400, 300, "RGBA"), "PNG") for i in range(60)}
-    return coco(tmp_path_factory.mktemp("source"), files)
-
-
-@pytest.fixture(scope="module")
-def reference(source, make_config, data_files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("reference") / "out"
-    run_plain(make_config(source, out, build={"records_per_shard": 5}))
-    return data_files(out)
-
-
 def test_every_flow_is_deployed_with_described_parameters(server):
     found = {d["name"]: d for d in server.ask("/deployments/filter", {}) if d["work_pool_name"] == "xctrain"}
     assert list(found) == ["coco"]
@@ -113,19 +102,21 @@ def test_what_a_mapping_leaves_out_is_as_the_deployment_has_it(server, photos, t
     assert server.ended(run) == "COMPLETED"
     settings = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["settings"]
     assert settings["build"]["records_per_shard"] == 256
-    logs = server.ask("/logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})
-    assert "as in the deployment: build.records_per_shard=256" in [log["message"] for log in logs]
+    deadline = time.monotonic() + PATIENCE_S
+    while "as in the deployment: build.records_per_shard=256" not in server.messages(run):  # a log may come later
+        assert time.monotonic() < deadline, server.messages(run)
+        time.sleep(0.5)
 
 
 @pytest.mark.parametrize(
     ("how", "state"), [(signal.SIGTERM, "CRASHED"), (signal.SIGKILL, "CRASHED"), (None, "CANCELLED")]
 )
 def test_a_run_that_is_stopped_is_marked_and_gives_back_its_turn_folder_and_processes(
-    server, source, reference, data_files, tmp_path, how, state
+    server, work, work_built, data_files, tmp_path, how, state
 ):
     out = tmp_path / "out"
     build = {"records_per_shard": 5, "processes": 2}
-    run = server.run("build-shards/coco", source=str(source), out=str(out), build=build)
+    run = server.run("build-shards/coco", source=str(work), out=str(out), build=build)
     deadline = time.monotonic() + PATIENCE_S
     while not (pids := processes("pipelines.workers", str(out))):
         assert time.monotonic() < deadline
@@ -140,9 +131,9 @@ def test_a_run_that_is_stopped_is_marked_and_gives_back_its_turn_folder_and_proc
     while processes("pipelines.workers", str(out)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    run = server.run("build-shards/coco", source=str(source), out=str(out), build=build)
+    run = server.run("build-shards/coco", source=str(work), out=str(out), build=build)
     assert server.ended(run) == "COMPLETED"
-    assert data_files(out) == reference
+    assert data_files(out) == work_built
 
 
 def processes(*words):
@@ -157,9 +148,9 @@ def processes(*words):
     return found
 
 
-def test_builds_wait_for_their_turn(server, source, tmp_path):
+def test_builds_wait_for_their_turn(server, work, tmp_path):
     build = {"records_per_shard": 5, "processes": 1}
-    runs = [server.run("build-shards/coco", source=str(source), out=str(tmp_path / name), build=build) for name in "ab"]
+    runs = [server.run("build-shards/coco", source=str(work), out=str(tmp_path / name), build=build) for name in "ab"]
     together = False
     while not all(server.state(run) == "COMPLETED" for run in runs):
         together |= all(server.state(run) == "RUNNING" for run in runs)

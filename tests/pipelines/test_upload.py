@@ -12,24 +12,15 @@ import pytest
 from pipelines import upload
 from pipelines.addition import Addition
 from pipelines.run import run_plain
-from shards import remote
 from shards.errors import ConfigError
 from shards.mirror import RemoteShards
 from shards.remote import Remote, RemoteError
 
 # Not ours: botocore and s3fs leave sessions to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-
-
-@pytest.fixture(scope="module")
-def store():
-    with objectstore.running() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+pytestmark = [
+    pytest.mark.usefixtures("quick_tries"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 
 @pytest.fixture

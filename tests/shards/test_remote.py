@@ -12,25 +12,17 @@ import objectstore
 import pytest
 import webserver
 
-from shards import cli, remote
+from shards import cli
 from shards.__main__ import main
 from shards.errors import ConfigError
 from shards.manifest import Manifest
 from shards.remote import Remote, RemoteError, is_remote, retried, shown
 
 # Not ours: botocore and s3fs leave sessions to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-
-
-@pytest.fixture(scope="module")
-def store():
-    with objectstore.running() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+pytestmark = [
+    pytest.mark.usefixtures("quick_tries"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 
 @pytest.fixture

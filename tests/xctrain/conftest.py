@@ -1,6 +1,7 @@
 """Tiny models of three kinds, built from their configs, and rows to feed them."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,9 @@ def _save(model_class: Any, config: Any, processor: Any, folder: Path) -> None:
 
 
 _BUILDERS = {"llava": _build_llava, "qwen": _build_qwen, "idefics": _build_idefics}
+
+
+@pytest.fixture
+def shards(drawn_shards: Path, tmp_path: Path) -> Path:
+    """A copy of 100 samples that a test may change."""
+    return Path(shutil.copytree(drawn_shards, tmp_path / "shards"))
