@@ -39,7 +39,7 @@ from PIL import Image
 from pipelines.config import BuildConfig
 from pipelines.run import run_plain, run_with_prefect
 
-RECORDS_PER_SHARD = 500
+RECORDS_PER_SHARD = 1000  # the default
 
 IMG2DATASET = """
 import sys

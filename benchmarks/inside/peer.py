@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,8 @@ class Xctrain:
         self.consumed = 0
         mode = {"pillow": "exact", "turbo": "fast"}.get(task)
         rows: Any = SlotRows(reader, "first", SEED, decoder=Decoder(mode)) if mode else RawSlots(reader)  # type: ignore[arg-type]
-        collator: Any = collate_rows if mode else Collate(task)
         stream = Stream(Order(reader.shard_sizes, OrderSettings(SEED)), BATCH)
-        self.loader = Loader(rows, collator, stream, 0, 1, BATCH, workers, 2, 600)
+        self.loader = Loader(rows, collate_rows, stream, 0, 1, BATCH, workers, 2, 600)
         self.batches: Any = None
 
     def epoch(self) -> Iterator[dict[str, Any]]:
@@ -100,7 +100,7 @@ class Xctrain:
             self.batches = self.loader.global_batches(self.consumed)
         for [batch], _ in islice(self.batches, self.per_epoch - self.consumed // BATCH % self.per_epoch):
             self.consumed += BATCH
-            yield batch
+            yield {"keys": batch.keys, "data": batch.data}
 
     def state(self) -> Any:
         return {"samples_consumed": self.consumed}
@@ -110,30 +110,50 @@ class Xctrain:
 
 
 class RawSlots:
-    """Slots of the stream as key and JPEG, read and checked as in training, not decoded."""
+    """Slots of the stream as rows whose picture is a JPEG, read and checked as in training, not decoded."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
 
-    def __getitem__(self, slot: Any) -> tuple[str, bytes]:
+    def __getitem__(self, slot: Any) -> Any:
+        from xctrain.collate import Row
+
         sample = self.reader.read(slot.index)
-        return sample.key, sample.image
+        return Row(slot.n, slot.epoch, sample.key, sample.image, ())
 
 
-def collate_rows(rows: Sequence[Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Made:
+    """A batch of our loader, with the times that it writes into one."""
+
+    keys: list[str]
+    data: torch.Tensor
+    read_s: float = 0.0
+    prepare_s: float = 0.0
+
+
+def collate_rows(rows: Sequence[Any]) -> Made:
     """Rows of our loader as ``Collate`` makes them of JPEGs."""
+    return Made([row.key for row in rows], as_data([row.image for row in rows]))
+
+
+def as_data(images: Sequence[Any]) -> torch.Tensor:
+    """JPEGs, or decoded pictures that are left to be resized."""
+    if isinstance(images[0], bytes):
+        return torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8)
     from PIL import Image
 
     from xctrain.decode import as_tensor, resize
 
     size = (SIDE, SIDE)
-    pictures = [
-        resize(row.image, *size, "bicubic")
-        if isinstance(row.image, torch.Tensor)
-        else as_tensor(row.image.resize(size, Image.Resampling.BICUBIC))
-        for row in rows
-    ]
-    return {"keys": [row.key for row in rows], "data": torch.stack(pictures)}
+    return torch.stack(
+        [
+            resize(image, *size, "bicubic")
+            if isinstance(image, torch.Tensor)
+            else as_tensor(image.resize(size, Image.Resampling.BICUBIC))
+            for image in images
+        ]
+    )
 
 
 class TorchLike:
