@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import report
-from pipelines.build import Build, Places, Summary, rejects_jsonl
+from pipelines.build import Build, Places, rejects_jsonl
 from pipelines.errors import BuildError
 from pipelines.filters import Reason
 from pipelines.known import Known, read_known
 from pipelines.plan import Slice
 from pipelines.progress import progress_bar
 from pipelines.state import State, finished_in, shard_files
+from pipelines.summary import Summary
 from shards.atomic import publish, write_file
 from shards.manifest import Addition as Parent
 from shards.manifest import Manifest, ShardEntry

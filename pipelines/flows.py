@@ -10,10 +10,11 @@ from pydantic import BaseModel
 
 from pipelines import cluster, prefect_api, remote
 from pipelines.addition import Addition
-from pipelines.build import Build, Summary
+from pipelines.build import Build
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig, SplitConfig
 from pipelines.progress import Progress, progress_bar
 from pipelines.run import each_result
+from pipelines.summary import Summary
 from pipelines.tasks import described, make_task, show
 
 IN_FLIGHT = 256  # tasks that wait at a cluster, whose size can change; more than any small cluster works at

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from pipelines import prefect_api
-from pipelines.build import Build, Summary
+from pipelines.build import Build
 from pipelines.config import BuildConfig
 from pipelines.errors import PassingError
 from pipelines.progress import Progress, progress_bar
 from pipelines.retries import delays_s, trying_again
+from pipelines.summary import Summary
 from shards.errors import ConfigError
 
 

@@ -197,6 +197,6 @@ def _listen(requests: "queue.Queue[str]") -> None:
 
 
 if __name__ == "__main__":
-    from pipelines import build
+    from pipelines import jobs
 
-    serve(FolderLock(Path(sys.argv[1]), sys.argv[2]), build.JOBS)
+    serve(FolderLock(Path(sys.argv[1]), sys.argv[2]), jobs.JOBS)

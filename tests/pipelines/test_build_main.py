@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from pipelines.__main__ import main
-from pipelines.build import Summary
 from pipelines.errors import BuildError
 from pipelines.prefect_api import require_answer
 from pipelines.run import run_plain
+from pipelines.summary import Summary
 from shards import cli
 
 

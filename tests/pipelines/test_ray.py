@@ -2,12 +2,12 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -76,13 +76,14 @@ def test_two_ray_nodes_give_the_bytes_of_the_plain_build_and_one_killed_meanwhil
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file, work_built, data_files, signum):
     out = config_file.parent / "out"
-    process = command("build", config_file)
+    mark = uuid.uuid4().hex
+    process = command("build", config_file, env={**os.environ, "BUILD_OF_THIS_TEST": mark})
     wait_for_attempts(out, process, 1)
     process.send_signal(signum)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (75 if signum == signal.SIGTERM else -signal.SIGKILL), errors
     deadline = time.monotonic() + 120
-    while left := ray_processes(process.pid):
+    while left := processes_of(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
     code, _, errors = finish(command("build", config_file, "build.runner=processes"))
@@ -90,14 +91,13 @@ def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file,
     assert data_files(out) == work_built
 
 
-def ray_processes(driver):
-    """Processes of the Ray cluster that ``driver`` has started, or of builds in general."""
+def processes_of(build):
+    """What a build has started and what that has started, by the mark in their environment; other builds have another."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if build.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80])
         except OSError:
             continue
-        if re.search(r"raylet|gcs_server|ray::|pipelines.workers", words):
-            found.append(words[:80])
     return found
