@@ -55,7 +55,10 @@ def _ray(config: RunConfig) -> Any:
     quiet = {"logging_level": "warning", "log_to_driver": False}
     if config.address:
         return RayTaskRunner(address=config.address, init_kwargs=quiet)
-    return RayTaskRunner(init_kwargs={**quiet, "num_cpus": config.num_processes, "include_dashboard": False})
+    own = {"address": "local", "num_cpus": config.num_processes, "include_dashboard": False}
+    return RayTaskRunner(
+        init_kwargs={**quiet, **own}
+    )  # without it Ray would join whatever cluster runs on this machine
 
 
 @contextmanager

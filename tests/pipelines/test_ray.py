@@ -73,6 +73,14 @@ def test_two_ray_nodes_give_the_bytes_of_the_plain_build_and_one_killed_meanwhil
     assert data_files(out) == work_built
 
 
+def test_a_build_without_an_address_has_a_cluster_of_its_own_beside_one_that_runs(
+    ask, command, config_file, cluster, work_built, data_files
+):
+    code, _, errors = finish(command("build", config_file))
+    assert code == 0, errors
+    assert data_files(config_file.parent / "out") == work_built
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file, work_built, data_files, signum):
     out = config_file.parent / "out"
