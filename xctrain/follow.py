@@ -19,13 +19,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from shards.atomic import write_file
 from shards.settings import load_settings
 from xctrain.config import Config
-from xctrain.log import METRICS
+from xctrain.log import METRICS, SAMPLES, read_lines
 from xctrain.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -35,10 +36,20 @@ END = b"end\n"
 _POLL_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _MLFLOW_AT_ONCE = 1000  # its limit
+_LINES_AT_ONCE = 1000  # of a long log, so that it is never in memory as a whole
 _NOT_VALUES = ("event", "step", "samples_consumed", "time", "digest")
 _EVENTS = {"step": "train", "eval": "eval"}
 
 Values = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A held-out picture and what the model says of it."""
+
+    key: str
+    picture: Path
+    caption: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,9 @@ class Opened:
     tracker: "GeneralTracker"
     lacks: Callable[[str, int], bool]
     send_all: Callable[[Sequence[tuple[int, Values]]], None] | None = None  # several steps at once
+    show: Callable[[int, Sequence[Sample]], None] | None = (
+        None  # captions with their pictures, where it has a place for them
+    )
 
     def send(self, steps: Sequence[tuple[int, Values]]) -> None:
         """Give it what it lacks of these steps."""
@@ -101,7 +115,11 @@ def feed(opened: Opened, log: Path) -> None:
         with log.open("rb") as file:
             ending = False
             while True:
-                opened.send([values_of(event) for event in whole_lines(file)])
+                while events := list(islice(whole_lines(file), _LINES_AT_ONCE)):
+                    opened.send([values_of(event) for event in events])
+                    for event in events:
+                        if opened.show and event["event"] == "samples":
+                            opened.show(event["step"], samples_of(log.parent / SAMPLES, event["path"]))
                 if ending:
                     break
                 ending = told_to_end(_POLL_S)
@@ -110,6 +128,13 @@ def feed(opened: Opened, log: Path) -> None:
             opened.tracker.finish()
         raise
     opened.tracker.finish()
+
+
+def samples_of(folder: Path, name: str) -> list[Sample]:
+    """What the captions of a step say, with the pictures that are there."""
+    lines = list(read_lines(folder / name))
+    found = [Sample(line["key"], folder / f"{line['key']}.jpg", line["caption"]) for line in lines]
+    return [sample for sample in found if sample.picture.exists()]
 
 
 def told_to_end(timeout_s: float) -> bool:
@@ -177,7 +202,7 @@ def open_tracker(config: Config, name: str, folder: Path) -> Opened:
         tracker = TensorBoardTracker("", folder, purge_step=0)  # a page that is open drops what it had read
         tracker.start()
         tracker.log({"config": "".join(f"    {k}: {v}\n" for k, v in settings.items())}, step=0)
-        return Opened(tracker, lambda _key, _step: True)
+        return Opened(tracker, lambda _key, _step: True, show=_shown_by_tensorboard(tracker))
     if name == "trackio":
         from accelerate.tracking import TrackioTracker
 
@@ -192,7 +217,33 @@ def open_tracker(config: Config, name: str, folder: Path) -> Opened:
     tracker = WandBTracker(project, id=run_id, name=run_name, dir=str(folder), config=settings, resume=resume)
     tracker.start()
     begun = int(tracker.tracker.step)  # of a run that goes on, the step after its last one
-    return Opened(tracker, lambda _key, step: step >= begun)
+
+    def show(step: int, samples: Sequence[Sample]) -> None:
+        import wandb
+
+        if step >= begun:
+            pictures = [wandb.Image(str(sample.picture), caption=sample.caption) for sample in samples]
+            tracker.log({"captions": pictures}, step=step)
+
+    return Opened(tracker, lambda _key, step: step >= begun, show=show)
+
+
+def _shown_by_tensorboard(tracker: "GeneralTracker") -> Callable[[int, Sequence[Sample]], None]:
+    """Each picture once, and what is said of it as a text that changes with the steps."""
+    drawn: set[str] = set()
+
+    def show(step: int, samples: Sequence[Sample]) -> None:
+        import numpy as np
+        from PIL import Image
+
+        for sample in samples:
+            if sample.key not in drawn:
+                drawn.add(sample.key)
+                pixels = np.array(Image.open(sample.picture).convert("RGB"))[None]
+                tracker.log_images({f"captions/{sample.key}": pixels}, step=step, dataformats="NHWC")
+            tracker.log({f"captions/{sample.key}": sample.caption}, step=step)
+
+    return show
 
 
 def _open_mlflow(config: Config, folder: Path, run_id: str | None, settings: Mapping[str, str]) -> Opened:

@@ -6,14 +6,19 @@ from pathlib import Path
 
 from shards.atomic import write_file
 from xctrain.history import Event, History
-from xctrain.page import caption, fill, picture, references
+from xctrain.log import SAMPLES
+from xctrain.page import caption, fill, picture, references, small_jpeg
 
 NAME = "samples.html"
 NUM_PICTURES = 12
 
 
 def write_samples(run_dir: Path, images: Mapping[str, bytes]) -> Path:
-    """Write the page of the captions so far, ``RUN/samples.html``."""
+    """Write the page of the captions so far, ``RUN/samples.html``, and small pictures for the trackers."""
+    for key, data in images.items():
+        small = run_dir / SAMPLES / f"{key}.jpg"
+        if not small.exists():
+            write_file(small, small_jpeg(data))
     history = History.read(run_dir)
     steps = sorted(history.captions)
     page = fill(

@@ -72,8 +72,14 @@ def references(line: Mapping[str, Any]) -> str:
 
 def thumbnail(data: bytes | None, side_px: int = THUMBNAIL_PX) -> str:
     """A small JPEG as a data URL, empty where the bytes are no picture."""
+    small = small_jpeg(data, side_px)
+    return "data:image/jpeg;base64," + base64.b64encode(small).decode() if small else ""
+
+
+def small_jpeg(data: bytes | None, side_px: int = THUMBNAIL_PX) -> bytes:
+    """A small JPEG, empty where the bytes are no picture."""
     if not data:
-        return ""
+        return b""
     from PIL import Image
 
     try:
@@ -84,5 +90,5 @@ def thumbnail(data: bytes | None, side_px: int = THUMBNAIL_PX) -> str:
         file = io.BytesIO()
         small.save(file, "JPEG", quality=82, optimize=True)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return ""
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+        return b""
+    return file.getvalue()

@@ -436,7 +436,7 @@ def sampler(
         if log:
             path = config.run.dir / SAMPLES / f"step-{state.step:08d}.jsonl"
             write_captions(path, result.captions)
-            log.write(event="samples", step=state.step, samples_consumed=state.samples_consumed, path=str(path.name))
             write_samples(config.run.dir, dataset.pictures(config.watch.num_captions))
+            log.write(event="samples", step=state.step, samples_consumed=state.samples_consumed, path=path.name)
 
     return sample

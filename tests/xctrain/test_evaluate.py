@@ -35,7 +35,7 @@ def test_a_few_pictures_are_captioned_on_the_way_and_drawn_on_a_page(drawn_shard
     train_here(drawn_shards, run, **settings)
     lines = {
         path.stem: [json.loads(line)["key"] for line in path.read_text().splitlines()]
-        for path in (run / "samples").iterdir()
+        for path in (run / "samples").glob("*.jsonl")
     }
     keys = SplitReader(drawn_shards, "val").keys()[:3]
     assert lines == dict.fromkeys(["step-00000004", "step-00000008", "step-00000010"], keys)
@@ -45,7 +45,7 @@ def test_a_few_pictures_are_captioned_on_the_way_and_drawn_on_a_page(drawn_shard
     assert "<summary>1 on the way</summary>" in page
     assert not list(run.glob("captions/*"))
     train_here(drawn_shards, run, train__resume=str(run / "checkpoints/step-00000005"), **settings)
-    assert {path.stem for path in (run / "samples").iterdir()} == lines.keys()
+    assert {path.stem for path in (run / "samples").glob("*.jsonl")} == lines.keys()
 
 
 def test_captions_on_the_way_change_nothing_of_the_training(drawn_shards: Path, tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def test_after_a_kill_a_tracker_ends_with_one_point_for_each_step(
     save_every = 300 if name == "mlflow" else 100  # it takes what has come up since its last transaction
     changes = {"train__save_every": save_every, "watch__trackers": f"[{name}]"}
     changes |= {"eval__every": 150, "eval__num_images": 2, "eval__max_new_tokens": 2}
+    changes |= {"watch__captions_every": 50, "watch__num_captions": 1}
     changes |= {"optim__schedule": "constant", "train__log_keys": False}  # the same steps for any number of them
     arguments = runs.settings(drawn_shards, run, **changes)
     process = runs.launcher([*arguments, "train.num_steps=100000"], 2)
@@ -166,6 +167,24 @@ def test_after_a_kill_a_tracker_ends_with_one_point_for_each_step(
             assert value == pytest.approx(due[tag, step][0], rel=1e-6), (tag, step)
     assert "training goes on" not in printed
     assert not runs.events(run, "tracker")
+
+
+def test_captions_on_the_way_stand_in_tensorboard_with_their_pictures(drawn_shards: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    run = tmp_path / "run"
+    changes = {"watch__captions_every": 4, "watch__num_captions": 2, "eval__max_new_tokens": 2, "data__workers": 0}
+    runs.train(drawn_shards, run, watch__trackers="[tensorboard]", train__num_steps=8, **changes)
+    [path] = (run / "trackers/tensorboard").glob("events.*")
+    texts, pictures = [], []
+    for event in EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            if value.tag.startswith("captions/"):
+                is_text = value.metadata.plugin_data.plugin_name == "text"
+                (texts if is_text else pictures).append((value.tag.split("/")[1], event.step))
+    keys = [json.loads(line)["key"] for line in (run / "samples/step-00000008.jsonl").read_text().splitlines()]
+    assert texts == [(key, step) for step in (0, 4, 8) for key in keys]
+    assert pictures == [(key, 0) for key in keys]
 
 
 def stand_in(folder: Path, body: str) -> dict[str, str]:
