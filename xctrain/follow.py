@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer finishes its step, then tells us to end
-    os.nice(10)
+    os.nice(5)
     screen = os.fdopen(os.dup(2), "w")
     os.dup2(1, 2)  # what trackers say goes to a file
     folder = tracker_folder(run_dir, name)
@@ -175,6 +175,8 @@ def environment_of(config: Config, folder: Path) -> dict[str, str]:
         "GRADIO_ANALYTICS_ENABLED": "false",
         "HF_HUB_OFFLINE": "1",
     }
+    if not (config.watch.online and folder.name == "wandb"):  # whose own settings say where to send it
+        values |= {f"XDG_{kind}_HOME": inside for kind in ("CONFIG", "CACHE", "DATA")}
     if not config.watch.online:
         database = f"sqlite:///{folder / 'mlflow.db'}"
         values |= {"WANDB_MODE": "offline", "WANDB_CONFIG_DIR": inside, "MLFLOW_TRACKING_URI": database}

@@ -6,6 +6,7 @@ Training writes its log and knows no more of them: a tracker that hangs, raises 
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +16,7 @@ from xctrain.errors import ConfigError
 from xctrain.follow import END, read_status
 
 LOGS = "logs"
-_DRAIN_S = 30.0  # how long the end of a run waits for a tracker to take the rest
+_DRAIN_S = 60.0  # how long the end of a run waits for its trackers to take the rest
 _KILL_S = 10.0
 # What makes a process a rank in the eyes of Accelerate, with the variables of all launchers that it knows.
 _OF_A_RANK = (
@@ -80,7 +81,8 @@ class Trackers:
                 process.stdin.close()
             except BrokenPipeError:
                 pass  # it has ended by itself
-        return [found for name, process in self._processes.items() if (found := self._end(name, process))]
+        until = time.monotonic() + _DRAIN_S
+        return [found for name, process in self._processes.items() if (found := self._end(name, process, until))]
 
     def __enter__(self) -> "Trackers":
         return self
@@ -92,9 +94,9 @@ class Trackers:
                 process.kill()
                 process.wait()
 
-    def _end(self, name: str, process: "subprocess.Popen[bytes]") -> dict[str, Any] | None:
+    def _end(self, name: str, process: "subprocess.Popen[bytes]", until: float) -> dict[str, Any] | None:
         try:
-            process.wait(_DRAIN_S)
+            process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(_KILL_S)
