@@ -88,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     caption.add_argument("--out", type=Path, help="write to this file instead of the screen")
     export = add_run("export", _export, "write a checkpoint as a model folder, its adapter merged into the base")
     export.add_argument("out", type=Path, metavar="OUT", help="new folder, which the Hugging Face Auto classes load")
-    export.add_argument("--checkpoint", type=Path, metavar="DIR", help="checkpoint, the run's newest unless given")
+    export.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="checkpoint or best, the run's newest unless given"
+    )
     export.add_argument("--base", type=Path, metavar="DIR", help="where the base model lies now, if it was moved")
     export.add_argument("--image", type=Path, help="picture to compare on, the first sample of the run unless given")
     export.add_argument(
@@ -118,24 +120,29 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _launch(arguments: argparse.Namespace) -> int:
     from shards.settings import load_settings
+    from xctrain import bring, push
     from xctrain.config import Config
     from xctrain.errors import ConfigError
     from xctrain.launch import LOGS, STALL_MARGIN_S, Nodes, launch, num_gpus
-    from xctrain.start import make_plan
+    from xctrain.start import lock, make_plan
 
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}, expected 1 or more")
     nodes = Nodes.of(arguments.nodes, arguments.node_rank, arguments.master)
     world_size = arguments.processes * nodes.count
     config = load_settings(Config, arguments.config, arguments.overrides)
-    plan = make_plan(config, world_size)  # refused here, once, rather than by every rank
-    if plan.state.samples_consumed == plan.stream.end:
+    # Refused here, once, rather than by every rank; a run that is at an address is brought here by the first of them.
+    plan = make_plan(config, world_size) if bring.source(config) is None else None
+    if plan and plan.state.samples_consumed == plan.stream.end:
         length = "train.epochs" if config.train.num_steps is None else "train.num_steps"
         print(
             f"{config.run.dir}: is complete: step {plan.state.step}, {plan.state.samples_consumed} samples; to train "
             f"longer, raise {length} and accept that with train.resume_with={length}",
             file=sys.stderr,
         )
+        if config.checkpoint.push:
+            with lock(config):
+                push.push_rest(config)
         return 0
     what = [str(arguments.config), *arguments.overrides]
     if arguments.dry_run:

@@ -18,11 +18,12 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shards.atomic import ASIDE, aside, publish, sync_folder
+from xctrain.best import Metric, Scores, best_step, kept_steps
 from xctrain.errors import CheckpointError
 from xctrain.state import TrainState
 
@@ -34,6 +35,7 @@ POSITION = "position.json"
 CONFIG = "config.yaml"
 RNG = "rng.json"
 SCALER = "scaler.json"
+SCORES = "scores"  # in position.json
 _REQUIRED = {"model.safetensors", "optimizer.safetensors", "optimizer.json", RNG, SCALER, POSITION, CONFIG}
 _SET_ASIDE = "set-aside-"  # begins the name of a checkpoint that was gone back on, until the next save
 _SPARE_BYTES = 64 * 2**20  # disk space left free beside a checkpoint, for logs
@@ -50,14 +52,18 @@ class Content:
     config_yaml: str
     world: Mapping[str, Any]  # world_size, threads, precision, versions: where it was saved
     model_id: str
+    scores: Scores = field(default_factory=dict)  # of the held-out split, if it was scored at this step
+    logs: Mapping[str, int] = field(default_factory=dict)  # not in it: sizes of the run's logs that belong to it
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. Kept are the newest ``keep``, and the best by ``metric`` if that is given."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, metric: Metric | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.metric = metric
+        self.held: frozenset[int] = frozenset()  # steps that are being read, and so stay until the next save
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` stands."""
@@ -66,6 +72,20 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that have a folder, whole or not, newest first, in numeric order."""
         return _steps_of(self.folder.glob("step-*"))
+
+    def scores(self) -> dict[int, Scores]:
+        """What each checkpoint that was scored says of it."""
+        return {step: found for step in self.steps() if (found := _scores(self.path(step)))}
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best score; None where none has one. It may be damaged: ``check`` it."""
+        step = best_step(self.scores(), self.metric)
+        return None if step is None else self.path(step)
+
+    def improves(self, step: int, scores: Scores) -> bool:
+        """Whether these scores of ``step`` are better than those of every checkpoint there is."""
+        before = {s: found for s, found in self.scores().items() if s < step}
+        return best_step({**before, step: scores}, self.metric) == step
 
     def newest_valid(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that is whole, and why newer ones were passed over; a save that did not end is none."""
@@ -145,9 +165,8 @@ class Checkpoints:
             )
 
     def _prune(self, saved: int) -> None:
-        """Keep the newest ``keep`` up to the step just saved; higher steps are of a past that was gone back on."""
         steps = self.steps()
-        kept = [step for step in steps if step <= saved][: self.keep]
+        kept = kept_steps(steps, saved, self.keep, self.scores(), self.metric) | self.held
         for step in steps:
             if step not in kept:
                 shutil.rmtree(self.path(step))
@@ -158,6 +177,14 @@ class Checkpoints:
 def _steps_of(paths: Iterable[Path]) -> list[int]:
     names = (path.name.removeprefix(".").removeprefix("step-").removesuffix(ASIDE) for path in paths if path.is_dir())
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def _scores(path: Path) -> Scores:
+    try:
+        found = read_json(path, POSITION).get(SCORES, {})
+    except (OSError, ValueError, AssertionError):  # damaged, which says itself where it is used
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _require_finite_weights(content: Content, path: Path) -> None:
@@ -195,6 +222,7 @@ def _position(content: Content) -> dict[str, Any]:
         "masked_counts": dict(Counter(entry.reason for entry in state.masked)),
         "world": dict(content.world),
         "model_id": content.model_id,
+        **({SCORES: dict(content.scores)} if content.scores else {}),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from shards.remote import is_remote, shown
+from xctrain.best import Metric
 
 # Marks a field that decides what is learned: on resume it must match the checkpoint's, or be accepted by name.
 TRAJECTORY: dict[str, Any] = {"resume": "must match"}
@@ -25,6 +26,14 @@ class RunConfig(_Section):
     """Where the run lives."""
 
     dir: Path = Field(Path("runs/demo"), description="folder of logs and checkpoints; one run, one folder")
+
+
+def _require_no_secrets(name: str, location: Path | str | None) -> None:
+    """Refuse an address with what may be secret: the config is written into the run folder and every checkpoint."""
+    if isinstance(location, str) and is_remote(location) and shown(location) != location:
+        raise ValueError(
+            f"{name}: {shown(location)} has a user, password or query; these belong in the environment or in ~/.netrc"
+        )
 
 
 def _location(value: Any) -> Any:
@@ -120,11 +129,7 @@ class DataConfig(_Section):
     @model_validator(mode="after")
     def _no_secrets(self) -> "DataConfig":
         for source in self.sources.values():
-            if isinstance(source.path, str) and shown(source.path) != source.path:
-                raise ValueError(  # the config is written into the run folder and every checkpoint
-                    f"data.shards: {shown(source.path)} has a user, password or query; these belong in the environment or in "
-                    "~/.netrc"
-                )
+            _require_no_secrets("data.shards", source.path)
         return self
 
     @property
@@ -289,11 +294,22 @@ class TrainConfig(_Section):
     micro_batch: PositiveInt = Field(8, description="samples a forward on one rank; memory decides")
     num_steps: PositiveInt | None = _trajectory(None, "length of the run in global batches; or give epochs")
     epochs: PositiveFloat | None = _trajectory(None, "length of the run in passes over the split; or give num_steps")
-    save_every: PositiveInt = Field(100, description="steps between checkpoints; the last step always saves")
+    save_every: PositiveInt | None = Field(
+        100, description="steps between checkpoints; empty: by time alone. The last step always saves"
+    )
+    save_every_minutes: PositiveFloat | None = Field(
+        None,
+        description="minutes after the newest checkpoint's begin, or the start, after which the step under way saves too; "
+        "none unless given, as steps make two runs save alike. What a kill costs at most, where steps differ in length",
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _trajectory(0, "of order, caption choice, dropout and the tiny model")
     log_keys: bool = Field(False, description="write every trained key, so that the audit compares keys one by one")
-    resume: str = Field("auto", description="auto: newest valid checkpoint, else start; never; or a checkpoint's path")
+    resume: str = Field(
+        "auto",
+        description="auto: newest valid checkpoint, else start; never; a checkpoint's path; or the address that a run was sent "
+        "to by checkpoint.push, which is brought into a run.dir that holds no run",
+    )
     resume_with: str = Field("", description="comma-separated fields whose change since the checkpoint is accepted")
     precision: Literal["fp32", "bf16", "fp16"] = _trajectory(
         "fp32", "autocast type; fp16 scales the loss and needs a GPU"
@@ -315,10 +331,42 @@ class TrainConfig(_Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":
+        _require_no_secrets("train.resume", self.resume)
         if (self.num_steps is None) == (self.epochs is None):
             found = "both are set" if self.num_steps is not None else "neither is set"
             how = "; add train.epochs=null or train.num_steps=null to drop one" if self.num_steps is not None else ""
             raise ValueError(f"train.num_steps or train.epochs: {found}; give exactly one, the other follows{how}")
+        return self
+
+
+class CheckpointConfig(_Section):
+    """How checkpoints are written, kept and copied."""
+
+    asynchronous: bool = Field(
+        True,
+        description="write them while training goes on, which waits only while the state is copied; the copy stays in the "
+        "memory of rank 0's machine, and where that is too small training waits, as it does with false",
+    )
+    best: Metric | None = Field(
+        None,
+        description="score of the held-out split by which the best checkpoint is kept beside the newest, lowest of loss, "
+        "highest of all else; an evaluation that is better than all before saves; none unless given, as it needs eval.every",
+    )
+
+    push: str | None = Field(
+        None,
+        description="address (s3://, gs://) to which each checkpoint is sent with the run's logs once it is whole, in the "
+        "background; a start without a run in run.dir goes on from there. None unless given",
+    )
+
+    @model_validator(mode="after")
+    def _pushable(self) -> "CheckpointConfig":
+        if self.push is not None and (not is_remote(self.push) or self.push.startswith("http")):
+            raise ValueError(
+                f"checkpoint.push is {self.push}, expected an address that takes files, such as s3://bucket/runs/name; to copy "
+                "to another disk, let run.dir lie there"
+            )
+        _require_no_secrets("checkpoint.push", self.push)
         return self
 
 
@@ -368,7 +416,8 @@ class EvalConfig(_Section):
     micro_batch: PositiveInt = Field(32, description="images captioned at once on one rank")
     max_new_tokens: PositiveInt = Field(40, description="longest caption in tokens; COCO's are about 12")
     checkpoint: str = Field(
-        "newest", description="for `evaluate`: newest, base (the untrained model), or a checkpoint's path"
+        "newest",
+        description="for `evaluate`: newest, best (see checkpoint.best), base (the untrained model), or a checkpoint's path",
     )
     blank: bool = Field(False, description="feed gray pictures instead: what the score is worth without looking")
 
@@ -408,6 +457,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
@@ -427,6 +477,15 @@ class Config(_Section):
             raise ValueError(
                 f"model.freeze is {list(self.model.freeze)}, adapter.kind is {self.adapter.kind}, which freezes the whole "
                 "base model; leave model.freeze empty and choose layers by adapter.targets"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scored_to_be_best(self) -> "Config":
+        if self.checkpoint.best and self.eval.every is None:
+            raise ValueError(
+                f"checkpoint.best is {self.checkpoint.best}, eval.every is empty: nothing would be scored; set eval.every, or "
+                "leave checkpoint.best out"
             )
         return self
 

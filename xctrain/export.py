@@ -73,7 +73,7 @@ def export(
     image: Path | None = None,
     dtype: str | None = None,
 ) -> Exported:
-    """Write the newest whole checkpoint of a run, or ``which``, as a model folder ``out``, whole or not at all.
+    """Write a run's newest whole checkpoint, or ``which`` (``best``, or a folder), as a model folder ``out``, or nothing.
 
     ``base`` is where the base model lies now, ``image`` a picture to compare on in the place of the run's first sample,
     ``dtype`` the type to write, the config's unless given.
@@ -83,6 +83,8 @@ def export(
         RunError: no whole checkpoint, another base model, nothing to compare on, or a result that differs too much.
     """
     _require_free(out)
+    if which == Path("best"):
+        which = resume.best_checkpoint(load_settings(Config, run_dir / "config.yaml").moved_to(run_dir))
     if which and not which.is_dir():
         raise ConfigError(f"--checkpoint is {which}, there is no such folder; give a checkpoint's folder", path=which)
     path = which or resume.newest_checkpoint(run_dir)

@@ -4,7 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from shards.hashing import slot_digest, text64
 from xctrain import rng
 from xctrain.badbatch import accumulate, refuse, require_usable, skip_batch, with_smaller_micro_batches
+from xctrain.best import Scores
 from xctrain.checkpoint import Content
 from xctrain.collate import Batch
 from xctrain.errors import TrainError
@@ -19,6 +20,7 @@ from xctrain.flops import Work
 from xctrain.loader import SURPLUS
 from xctrain.optim import learning_rate, set_learning_rate
 from xctrain.phase import enter
+from xctrain.push import logs_of
 from xctrain.run import Consumed, OutOfMemory, Run, StepMetrics
 from xctrain.speed import Speed, max_memory_gb, worker_seconds
 from xctrain.state import Masked, TrainState, due
@@ -33,10 +35,12 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     Returns the last state and whether it stopped early because a signal asked for it; either way it is saved.
     """
     saved = state.samples_consumed
+    scores: Scores = {}
     began = time.perf_counter()
     batches = run.loader.global_batches(start=state.samples_consumed)
     for micro_batches, data_wait_s in batches:
         enter(f"step {state.step + 1}")
+        scores = {}
         consumed = count_over_ranks(run, micro_batches, data_wait_s)
         require_usable(run, state, consumed)
         metrics = train_step(run, state, micro_batches, consumed)
@@ -49,17 +53,21 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
         state = state.advance(consumed.samples, consumed.digest, consumed.masked)  # the one line where progress moves
         log_step(run, state, micro_batches, metrics, consumed, time.perf_counter() - began)
         if run.evaluate and (due(state.step, run.config.eval.every) or state.samples_consumed == run.end):
-            run.evaluate(state)
+            scores = run.evaluate(state)
         if run.sample and (due(state.step, run.config.watch.captions_every) or state.samples_consumed == run.end):
             run.sample(state)
-        if due(state.step, run.config.train.save_every) or metrics.stop:
-            saved = save(run, state)
+        save_due = due(state.step, run.config.train.save_every) or metrics.save or metrics.stop
+        if save_due or improves(run, state, scores):
+            saved = save(run, state, scores)
+        elif metrics.saved:
+            finish_save(run)
         if metrics.stop:
-            return state, state.samples_consumed < run.end
+            break
         began = time.perf_counter()  # scoring and saving are no part of a step
     if saved != state.samples_consumed:
-        save(run, state)
-    return state, False
+        saved = save(run, state, scores)
+    finish_save(run)
+    return state, state.samples_consumed < run.end
 
 
 def train_step(
@@ -76,7 +84,8 @@ def train_step(
     set_learning_rate(engine.optimizer, lr)
     for overflows in range(_MAX_OVERFLOWS + 1):
         losses, too_large = accumulate(run, micro_batches, consumed.num_targets)
-        loss, stop, out_of_memory = run.ranks.sum_floats([sum(losses), run.stop_asked(), too_large is not None])
+        asked = [run.stop_asked(), run.saver.due(), run.saver.ended(), too_large is not None]
+        loss, stop, save_due, saved, out_of_memory = run.ranks.sum_floats([sum(losses), *asked])
         if out_of_memory:  # the same verdict on every rank, before the ranks wait for each other's gradients
             engine.drop()
             return next(filter(None, run.ranks.gather([too_large])))
@@ -91,7 +100,7 @@ def train_step(
         refuse(run, state, micro_batches, losses, loss, grad_norm)
         return None
     engine.update()
-    return StepMetrics(loss, grad_norm, lr, consumed.num_targets, stop > 0, overflows)
+    return StepMetrics(loss, grad_norm, lr, consumed.num_targets, overflows, stop > 0, save_due > 0, saved > 0)
 
 
 def count_over_ranks(run: Run, micro_batches: Sequence[Batch], data_wait_s: float) -> Consumed:
@@ -190,42 +199,66 @@ def per_source(run: Run, state: TrainState, samples: int) -> dict[str, int]:
     return dict(counts)
 
 
-def save(run: Run, state: TrainState) -> int:
-    """Checkpoint on rank 0, with the generators of all ranks; the position that is now safe.
+def improves(run: Run, state: TrainState, scores: Scores) -> bool:
+    """Whether scores that were just made are the best so far by ``checkpoint.best``. The same on every rank."""
+    if not scores or run.config.checkpoint.best is None:
+        return False
+    return bool(run.ranks.from_main(run.ranks.is_main and run.saver.checkpoints.improves(state.step, scores)))
+
+
+def save(run: Run, state: TrainState, scores: Scores) -> int:
+    """Begin a checkpoint on rank 0, with the generators of all ranks; the position that it holds.
+
+    Training may go on meanwhile; the checkpoint is whole after ``finish_save``.
 
     Raises:
-        TrainError: on every rank, if rank 0 could not save.
+        TrainError: on every rank, if rank 0 could not save, or could not end the save before this one.
     """
+    finish_save(run)
     enter(f"saving step {state.step}")
+    began = time.perf_counter()
     generators = run.ranks.gather([rng.capture()])
-    snapshot = run.engine.snapshot()
+    snapshot = run.engine.snapshot(run.saver.copy)
     for log in (run.log, run.keys):
         if log:
             log.sync()
     run.ranks.barrier()  # what every rank trained on is durable before a checkpoint says so
-    failure = None
     if snapshot is not None:
-        began = time.perf_counter()
-        try:
-            path = run.checkpoints.save(_content(run, state, snapshot, generators))
-        except (TrainError, OSError) as error:
-            failure = str(error)
-        else:
-            assert run.log
-            run.log.write(
-                event="save",
-                step=state.step,
-                samples_consumed=state.samples_consumed,
-                path=path.name,
-                save_s=time.perf_counter() - began,
-            )
-    failure = run.ranks.from_main(failure)
-    if failure:
-        raise TrainError(failure, step=state.step, on_every_rank=True)
+        run.saver.begin(_content(run, state, snapshot, generators, scores), began)
+    if not run.config.checkpoint.asynchronous:
+        finish_save(run)
     return state.samples_consumed
 
 
-def _content(run: Run, state: TrainState, snapshot: Snapshot, generators: Sequence[dict[str, Any]]) -> Content:
+def finish_save(run: Run) -> None:
+    """Wait for the checkpoint that is being written, if there is one, and log it.
+
+    Raises:
+        TrainError: on every rank, if rank 0 could not save.
+    """
+    enter("waiting for the checkpoint to be written")
+    failure = None
+    try:
+        if (saved := run.saver.finish()) and run.log:
+            run.log.write(event="save", **{**asdict(saved), "path": saved.path.name})
+        log_pushes(run)
+    except (TrainError, OSError) as error:
+        failure = str(error)
+    failure = run.ranks.from_main(failure)
+    if failure:
+        raise TrainError(failure, on_every_rank=True)
+
+
+def log_pushes(run: Run) -> None:
+    """One line for each time that checkpoints were sent, or could not be, since this was last called."""
+    if run.log and run.saver.pusher:
+        for pushed in run.saver.pusher.news():
+            run.log.write(event="push", **asdict(pushed))
+
+
+def _content(
+    run: Run, state: TrainState, snapshot: Snapshot, generators: Sequence[dict[str, Any]], scores: Scores
+) -> Content:
     scaler = run.ranks.accelerator.scaler
     return Content(
         state=state,
@@ -235,4 +268,6 @@ def _content(run: Run, state: TrainState, snapshot: Snapshot, generators: Sequen
         config_yaml=run.config.to_yaml(),
         world=run.world,
         model_id=run.model_id,
+        scores=scores,
+        logs=logs_of(run.config.run.dir) if run.saver.pusher else {},
     )

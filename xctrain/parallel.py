@@ -20,7 +20,7 @@ from xctrain.config import Config
 from xctrain.errors import ConfigError
 from xctrain.memory import layers
 from xctrain.ranks import Ranks
-from xctrain.tensors import Snapshot
+from xctrain.tensors import Copy, Snapshot, in_memory
 
 _BUCKET_BYTES = 64 * 2**20  # of gradients that are added up over the ranks at once
 
@@ -111,9 +111,9 @@ class Engine:
         with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
             yield
 
-    def snapshot(self) -> Snapshot | None:
-        """The trainable weights and the optimizer's state, whole, on rank 0. All ranks take part."""
-        return tensors.snapshot(self.module, self.optimizer, keep=self.ranks.is_main)
+    def snapshot(self, copy: Copy = in_memory) -> Snapshot | None:
+        """The trainable weights and the optimizer's state, whole, on rank 0, as ``copy`` gives them. All ranks take part."""
+        return tensors.snapshot(self.module, self.optimizer, copy, keep=self.ranks.is_main)
 
     def load(self, checkpoint: Path) -> None:
         """Go on with the weights and the optimizer's state of a checkpoint, of whatever mode and number of ranks."""

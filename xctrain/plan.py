@@ -11,6 +11,7 @@ from xctrain import basemodel, largest, memory, resume
 from xctrain.config import Config
 from xctrain.data import Data, open_data
 from xctrain.errors import ConfigError
+from xctrain.hostmemory import available_bytes
 from xctrain.largest import Length
 from xctrain.loader import num_workers
 from xctrain.memory import KINDS, Tally
@@ -111,7 +112,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
         most_gb={kind: tally.most[kind] / 1e9 for kind in KINDS} if tally else {},
         total_gb=sum(tally.peak.values()) / 1e9 if tally else None,
         refused=refused,
-        notes=[*shares(data), note],
+        notes=[*shares(data), note, *checkpoints(config, family)],
     )
 
 
@@ -138,6 +139,20 @@ def count_memory(
         return memory.foretell_shared(
             family.module, batch, config, world_size=max(1, gpus), keeps_gradients=keeps_gradients
         )
+
+
+def checkpoints(config: Config, family: "Family") -> list[str]:
+    """How large a checkpoint is, and what it takes of the machine's own memory while it is written."""
+    weights = [p for p in family.module.parameters() if p.requires_grad]
+    mean_bytes = 1 if config.optim.name.endswith("8bit") else None
+    size = sum(p.numel() * (p.element_size() + 2 * (mean_bytes or p.element_size())) for p in weights)
+    disk = f"a checkpoint has {size / 1e9:.3g} GB; {config.train.keep + 1} of them are on disk at once"
+    if not config.checkpoint.asynchronous:
+        return [disk]
+    return [
+        f"{disk}, and a copy in the memory of rank 0's machine, from the start on; this one has "
+        f"{available_bytes() / 1e9:.3g} GB left. Where it is too small, training waits for the writing"
+    ]
 
 
 def shares(data: Data) -> list[str]:

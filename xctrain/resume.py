@@ -10,6 +10,7 @@ from typing import Any
 
 from shards.errors import counted
 from shards.mix import Stretches
+from shards.remote import is_remote
 from shards.settings import read_yaml
 from shards.stream import Stream
 from xctrain import checkpoint
@@ -38,7 +39,7 @@ class ResumePoint:
 
 def checkpoints_of(config: Config) -> Checkpoints:
     """The checkpoints of the config's run."""
-    return Checkpoints(config.run.dir / "checkpoints", config.train.keep)
+    return Checkpoints(config.run.dir / "checkpoints", config.train.keep, config.checkpoint.best)
 
 
 def find(config: Config, data: Data) -> tuple[ResumePoint | None, list[str]]:
@@ -55,7 +56,7 @@ def find(config: Config, data: Data) -> tuple[ResumePoint | None, list[str]]:
     if setting == "never":
         _require_empty(config, checkpoints)
         return None, []
-    if setting == "auto":
+    if setting == "auto" or is_remote(setting):  # the latter has been brought here, see bring.fetch_run
         path, notes = checkpoints.newest_valid()
         if path is None:
             _require_nothing_to_lose(config, checkpoints, notes)
@@ -323,6 +324,28 @@ def run_length(config: Config, segments: tuple[Segment, ...], order: Stretches) 
     assert config.train.epochs is not None
     end = Stream(order, size).num_positions(config.train.epochs)
     return batches + max(0, -(-(end - last) // size)), end
+
+
+def best_checkpoint(config: Config) -> Path:
+    """The checkpoint of a run that scored best by ``checkpoint.best``.
+
+    Raises:
+        CheckpointError: none was scored, or the run was not told by what.
+    """
+    metric = config.checkpoint.best
+    if metric is None:
+        raise CheckpointError(
+            f"{config.run.dir}: checkpoint.best was not set, so the best checkpoint was not kept; name one by its folder",
+            path=config.run.dir,
+        )
+    path = checkpoints_of(config).best()
+    if path is None:
+        raise CheckpointError(
+            f"{config.run.dir}: no checkpoint has a score in {metric}; train beyond the next evaluation, or name a checkpoint "
+            "by its folder",
+            path=config.run.dir,
+        )
+    return path
 
 
 def newest_checkpoint(run_dir: Path) -> Path:

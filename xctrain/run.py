@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xctrain.checkpoint import Checkpoints
+from xctrain.best import Scores
 from xctrain.config import Config
 from xctrain.flops import Work
 from xctrain.loader import Loader
 from xctrain.log import JsonLines
 from xctrain.parallel import Engine
 from xctrain.ranks import Ranks
+from xctrain.saver import Saver
 from xctrain.speed import Speed
 from xctrain.spikes import SpikeWatch
 from xctrain.state import Masked, TrainState
@@ -27,14 +28,14 @@ class Run:
     num_steps: int
     end: int  # positions in the whole run
     known_damage: frozenset[str]  # keys that a quarantine list names, which come until its epoch begins
-    checkpoints: Checkpoints
+    saver: Saver
     log: JsonLines | None  # on rank 0
     keys: JsonLines | None  # on every rank, with train.log_keys
     spikes: SpikeWatch
     world: dict[str, Any]
     model_id: str
     stop_asked: Callable[[], bool]
-    evaluate: Callable[[TrainState], None] | None
+    evaluate: Callable[[TrainState], Scores] | None
     sample: Callable[[TrainState], None] | None  # captions a few pictures
     utilisation: Callable[[Work, int, float], float | None]  # see speed.utilisation
     show: Callable[[TrainState, "StepMetrics", Speed], None]
@@ -48,8 +49,10 @@ class StepMetrics:
     grad_norm: float
     lr: float
     num_targets: int
-    stop: bool  # some rank was asked to stop
     overflows: int = 0  # times the batch ran again at a lower fp16 scale
+    stop: bool = False  # some rank was asked to stop
+    save: bool = False  # so much time has passed that a checkpoint is due
+    saved: bool = False  # the save that was under way has ended
 
 
 @dataclass(frozen=True)

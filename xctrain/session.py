@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shards.errors import UserError
 from shards.settings import load_settings
-from xctrain import checkpoint, resume
+from xctrain import bring, checkpoint, push, resume
 from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
 from xctrain.data import held_out, open_data
@@ -35,7 +35,7 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
     Ends the process itself, with the exit code: after a success gloo may abort in its own clean-up at exit.
     """
     stop = StopRequest()
-    from xctrain.loop import train
+    from xctrain.loop import log_pushes, train
     from xctrain.progress import Progress
     from xctrain.ranks import join, lost_peer
     from xctrain.speed import Speedometer
@@ -45,7 +45,10 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
     try:
         enter("reading shards and checkpoints")
         held = ranks.agree(lambda: lock(config) if ranks.is_main else None)
+        for note in ranks.agree(lambda: bring.fetch_run(config) if ranks.is_main else []):
+            print(note, file=sys.stderr)
         plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
+        ranks.agree(lambda: push.claim(config) if ranks.is_main else None)
         require_one_folder(config, ranks, plan)
         start_n = plan.state.samples_consumed
         reading = ranks.agree(lambda: begin_reading(config, ranks, plan.data, plan.stream, start_n))
@@ -69,6 +72,13 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
                     look(plan.state)
             state, stopped = train(run, plan.state)
             failed = trackers.end()
+        ranks.barrier()
+        ranks.close()
+        unpushed = None
+        if run.saver.pusher:
+            enter("sending checkpoints")
+            unpushed = run.saver.pusher.finish()
+            log_pushes(run)
         if run.log:
             for found in failed:
                 run.log.write(event="tracker", step=state.step, samples_consumed=state.samples_consumed, **found)
@@ -82,8 +92,8 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
                 file=sys.stderr,
             )
         del held
-        ranks.barrier()
-        ranks.close()
+        if unpushed and not stopped:
+            push.refuse_unpushed(config, unpushed)
     except TrainError as error:
         if error.on_every_rank and not ranks.is_main:
             _leave(error.exit_code)  # rank 0 prints it
@@ -105,14 +115,19 @@ def _leave(code: int) -> int:
 
 
 def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
-    """The model as a checkpoint has it: ``newest``, ``base`` for the untrained one, or a checkpoint's path."""
+    """The model as a checkpoint has it: ``newest``, ``best``, ``base`` for the untrained one, or a checkpoint's path."""
     path: Path | None = None
     if which == "newest":
         path = resume.newest_checkpoint(config.run.dir)
+    elif which == "best":
+        path = resume.best_checkpoint(config_of(config.run.dir))
+        checkpoint.check(path)
     elif which != "base":
         path = Path(which)
         if not path.is_dir():
-            raise ConfigError(f"eval.checkpoint is {which}, there is no such folder; give a checkpoint, newest or base")
+            raise ConfigError(
+                f"eval.checkpoint is {which}, there is no such folder; give a checkpoint, newest, best or base"
+            )
         checkpoint.check(path)
     family = open_family(config)
     if path is not None:

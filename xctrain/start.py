@@ -31,6 +31,7 @@ from xctrain.state import TrainState
 from xctrain.trackers import require_trackers
 
 if TYPE_CHECKING:
+    from xctrain.best import Scores
     from xctrain.loader import Loader
     from xctrain.models import Family
     from xctrain.parallel import Engine
@@ -222,11 +223,12 @@ def start(
     """
     import torch
 
-    from xctrain import checkpoint
+    from xctrain import checkpoint, push, tensors
     from xctrain.drystep import dry_step, first_caption
     from xctrain.firstbatch import write_first_batch
     from xctrain.models.parameters import parameter_table, types_and_attention
     from xctrain.run import Run
+    from xctrain.saver import Saver
     from xctrain.speed import utilisation
 
     if config.train.deterministic:  # not called with False: it imports torch's compiler, which takes a second
@@ -251,6 +253,19 @@ def start(
     if not (config.eval.every and plan.state.samples_consumed == 0):  # which is about to write all captions
         first_caption(config, ranks, engine, family, largest[0], plan.reader)
     log, keys = open_logs(config, ranks, plan, world)
+    checkpoints = resume.checkpoints_of(config)
+    saver = Saver(
+        checkpoints,
+        asynchronous=config.checkpoint.asynchronous,
+        every_s=config.train.save_every_minutes and 60 * config.train.save_every_minutes,
+        pusher=push.make_pusher(config, checkpoints) if ranks.is_main else None,
+    )
+    if saver.pusher and plan.point:  # what an earlier start could not send
+        state = plan.state
+        saver.pusher.offer(state.step, state.samples_consumed, push.logs_of(config.run.dir), saved=False)
+    if ranks.is_main:
+        means = ("exp_avg", "exp_avg_sq") if config.optim.name.endswith("adamw") else ()
+        saver.prepare(tensors.shapes(family.module, means))
     restore_generators(config, ranks, plan)
     assert plan.stream.end is not None
     return Run(
@@ -261,7 +276,7 @@ def start(
         num_steps=plan.num_steps,
         end=plan.stream.end,
         known_damage=plan.data.known_damage,
-        checkpoints=resume.checkpoints_of(config),
+        saver=saver,
         log=log,
         keys=keys,
         spikes=SpikeWatch(losses_before(config) if log else ()),
@@ -402,18 +417,20 @@ def previous_end(folder: Path, state: TrainState) -> dict[str, Any]:
 
 def evaluator(
     config: Config, ranks: "Ranks", engine: "Engine", family: "Family", plan: Plan, log: JsonLines | None
-) -> Callable[[TrainState], None] | None:
-    """What scores the held-out split during the run, if the config asks for it."""
+) -> "Callable[[TrainState], Scores] | None":
+    """What scores the held-out split during the run, if the config asks for it; of several datasets the first counts."""
     if config.eval.every is None:
         return None
-    from xctrain.evaluate import evaluate, record
+    from xctrain.evaluate import as_event, evaluate, record
 
-    def score(state: TrainState) -> None:
+    def score(state: TrainState) -> "Scores":
+        results = []
         with engine.whole():
             for number, dataset in enumerate(plan.held_out):
-                result = evaluate(family, dataset, config.eval, ranks)
+                results.append(evaluate(family, dataset, config.eval, ranks))
                 if log:
-                    record(result, config.run.dir, state, log, first=number == 0)
+                    record(results[-1], config.run.dir, state, log, first=number == 0)
+        return as_event(results[0])
 
     return score
 

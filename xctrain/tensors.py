@@ -4,7 +4,7 @@ A position in a list would mean nothing once a parameter is frozen or added.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,28 @@ class Snapshot:
         (folder / OPTIMIZER_REST).write_text(json.dumps(self.rest, indent=1), encoding="utf-8")
 
 
-def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot | None:
+# A tensor of the state, with a name of its own, to one in this process's memory; or the tensor itself if it is there.
+Copy = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def in_memory(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in this process's memory, copied only if it is elsewhere."""
+    return tensor.cpu().contiguous()
+
+
+def shapes(module: nn.Module, means: Sequence[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The large tensors that a snapshot will hold; ``means``: the optimizer's slots that are as large as weights."""
+    found: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed's name for the whole
+            found |= dict.fromkeys((name, *(f"{mean}:{name}" for mean in means)), (shape, parameter.dtype))
+    return found
+
+
+def snapshot(
+    module: nn.Module, optimizer: torch.optim.Optimizer, copy: Copy = in_memory, *, keep: bool = True
+) -> Snapshot | None:
     """A model's state; parts that lie on several ranks are joined by all of them together, tensor by tensor.
 
     None without ``keep``: for the ranks that only hand over their parts.
@@ -60,7 +81,7 @@ def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool 
     rest: dict[str, Any] = {"state": {}, "groups": []}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            weights[name] = _whole(parameter.detach(), keep)
+            weights[name] = _whole(name, parameter.detach(), copy, keep)
     for group in optimizer.param_groups:
         values = {key: value for key, value in group.items() if key != "params"}
         rest["groups"].append({**values, "params": [names[id(p)] for p in group["params"]]})
@@ -70,16 +91,17 @@ def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool 
                 if slot.startswith("qmap"):
                     continue  # bitsandbytes' own table, the same for all
                 if isinstance(value, torch.Tensor):
-                    slots[f"{slot}:{name}"] = _whole(value.detach(), keep)
+                    key = f"{slot}:{name}"
+                    slots[key] = _whole(key, value.detach(), copy, keep)
                 else:
                     rest["state"].setdefault(name, {})[slot] = value
     return Snapshot(weights, slots, rest) if keep else None
 
 
-def _whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+def _whole(name: str, tensor: torch.Tensor, copy: Copy, keep: bool) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.cpu().contiguous() if keep else tensor.new_empty(0)
+    return copy(name, tensor) if keep else tensor.new_empty(0)
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

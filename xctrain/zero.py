@@ -20,7 +20,7 @@ from xctrain.config import Config
 from xctrain.errors import ConfigError
 from xctrain.parallel import Engine
 from xctrain.ranks import Ranks
-from xctrain.tensors import Snapshot
+from xctrain.tensors import Copy, Snapshot, in_memory
 
 _MEANS = ("exp_avg", "exp_avg_sq")  # the optimizer's tensors that are cut; its third, the step, is a number
 
@@ -110,8 +110,8 @@ class Zero(Engine):
         else:
             self.optimizer.averaged_gradients = {}
 
-    def snapshot(self) -> Snapshot | None:
-        """The trainable weights and the optimizer's state, whole, on rank 0. All ranks take part."""
+    def snapshot(self, copy: Copy = in_memory) -> Snapshot | None:
+        """The trainable weights and the optimizer's state, whole, on rank 0, as ``copy`` gives them. All ranks take part."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         weights: dict[str, Tensor] = {}
@@ -123,8 +123,9 @@ class Zero(Engine):
             parts = [safe_get_full_fp32_param(parameter)]
             parts += [safe_get_full_optimizer_state(parameter, mean) for mean in _MEANS]
             if self.ranks.is_main:
-                weights[name], first, second = (part.to("cpu", copy=True).contiguous() for part in parts)
-                slots |= {f"exp_avg:{name}": first, f"exp_avg_sq:{name}": second, f"step:{name}": torch.tensor(step)}
+                keys = [name, *(f"{mean}:{name}" for mean in _MEANS)]
+                weights[name], *means = (copy(key, part) for key, part in zip(keys, parts, strict=True))
+                slots |= {**dict(zip(keys[1:], means, strict=True)), f"step:{name}": torch.tensor(step)}
         groups = [{"lr": group["lr"], "params": []} for group in self.optimizer.param_groups]
         return Snapshot(weights, slots, {"state": {}, "groups": groups}) if self.ranks.is_main else None
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from shards.settings import load_settings
 from xctrain import audit
+from xctrain.bring import fetch_run
 from xctrain.collate import Batch
 from xctrain.config import Config, DataConfig
 from xctrain.data import Data, open_data
-from xctrain.loop import train
+from xctrain.errors import TrainError
+from xctrain.loop import log_pushes, train
+from xctrain.push import claim
 from xctrain.ranks import Ranks, join
 from xctrain.session import OpenModel
 from xctrain.start import Plan, lock, make_plan, start
@@ -49,12 +53,19 @@ def train_here(
     config = config_of(shards, run, **changes)
     ranks = join(config)
     with lock(config):
+        fetch_run(config)
         plan = make_plan(config, world_size=1)
+        claim(config)
         family, model_id = open_model(config, ranks, plan)
         parts = start(config, ranks, plan, family, model_id, stop_asked=stop_asked, show=lambda *_: None)
         try:
             state, _ = train(parts, plan.state)
         finally:
+            with suppress(TrainError):  # the end of a process would wait for it
+                parts.saver.finish()
+            if parts.saver.pusher:
+                parts.saver.pusher.finish()
+                log_pushes(parts)
             for log in filter(None, (parts.log, parts.keys)):
                 log.close()
     return state

@@ -119,7 +119,9 @@ def test_names_to_accept_are_checked_where_there_is_no_run_too(drawn_shards: Pat
 def test_split_to_score_that_is_not_there_is_refused_with_both_ways_out(drawn_shards: Path, tmp_path: Path) -> None:
     text = refused(drawn_shards, tmp_path, ConfigError, eval__every=5, eval__split="test")
     assert "test" in text
-    assert text.endswith("; set eval.split to one of those, or eval.every=null and watch.captions_every=null to caption none")
+    assert text.endswith(
+        "; set eval.split to one of those, or eval.every=null and watch.captions_every=null to caption none"
+    )
 
 
 def test_other_model_is_refused_by_its_name(drawn_shards: Path, run: Path) -> None:
