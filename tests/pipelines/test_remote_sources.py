@@ -269,3 +269,28 @@ def test_addresses_that_lead_nowhere_are_said_before_anything_is_built(store, we
 def test_a_plain_path_asks_nobody(photos, make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_filesystem", lambda location: pytest.fail(f"{location} was asked for"))
     assert run_plain(make_config(photos, tmp_path / "out")).splits == {"train": 24, "val": 5}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"root": "s3://no-such-bucket/coco"},
+        {"annotations": "s3://no-such-bucket/captions_train2017.json", "images": "s3://no-such-bucket/train2017"},
+        {"kind": "jsonl", "path": "s3://no-such-bucket/pairs.jsonl"},
+        {"kind": "parquet", "path": "s3://no-such-bucket/*.parquet"},
+    ],
+)
+def test_a_source_in_a_bucket_that_is_not_there_is_said(store, make_config, tmp_path, source):
+    with pytest.raises(
+        ConfigError, match=r"s3://no-such-bucket.*: there is no bucket no-such-bucket; make it, or check"
+    ):
+        run_plain(make_config(source, tmp_path / "out", held_out="none"))
+
+
+def test_a_row_that_names_a_bucket_that_is_not_there_costs_that_row(store, make_config, photos, rejects, tmp_path):
+    found = rows(photos, lambda name: str(photos / "train2017" / name))
+    found[3]["image"] = "s3://no-such-bucket/a.jpg"
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, found)))
+    source = {"kind": "jsonl", "path": tmp_path / "pairs.jsonl", "images": photos / "train2017", "id_field": "id"}
+    run_plain(make_config(source, tmp_path / "out"))
+    assert rejects(tmp_path / "out") == {"s3://no-such-bucket/a.jpg": "missing_file"}
