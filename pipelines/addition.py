@@ -9,23 +9,29 @@ The old manifest is valid until the new one replaces it in one rename; the new o
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipelines import report
 from pipelines.build import Build, Places, rejects_jsonl
 from pipelines.errors import BuildError
-from pipelines.filters import Reason
-from pipelines.known import Known, read_known
+from pipelines.filters import Reason, Rejection
+from pipelines.hashes import CHUNK
+from pipelines.known import Known, Likeness, of_dataset, read_known
 from pipelines.plan import Slice
-from pipelines.progress import progress_bar
+from pipelines.progress import map_bounded, progress_bar
+from pipelines.spool import FACTS
 from pipelines.state import State, finished_in, shard_files
 from pipelines.summary import Summary
 from shards.atomic import publish, write_file
 from shards.manifest import Addition as Parent
 from shards.manifest import Manifest, ShardEntry
+from shards.reader import SplitReader
 from shards.verify import PENDING
 
 
@@ -74,7 +80,26 @@ class Addition(Build):
         """What is new need not be in every split."""
 
     def _known_already(self) -> Known:
-        return read_known(self.config.folder, self.before)
+        known = read_known(self.config.folder, self.before)
+        wanted = self.config.filters.near_duplicate_bits is not None
+        return replace(known, likeness=self._likeness()) if wanted else known
+
+    def _likeness(self) -> Likeness:
+        """Of every picture of the dataset, as it is stored; the build processes read all of them."""
+        images = {"kind": "tars", "folder": str(self.config.folder.resolve())}
+        readers = [SplitReader(self.config.folder, split, self.before) for split in self.before.splits]
+        keys, splits, hashes = [], [], []
+        with progress_bar(sum(map(len, readers)), "compare") as progress, self._threads() as threads:
+            chunks = (chunk for reader in readers for chunk in _chunks(reader))
+            asked = ((lambda chunk: (chunk, self.facts_of(images, chunk[2], progress))), chunks, 2 * len(self.workers))
+            for (split, names, _), replies in map_bounded(threads, *asked):
+                for key, reply in zip(names, replies, strict=True):
+                    facts = None if isinstance(reply, Rejection) else np.frombuffer(reply, FACTS)[0]
+                    if facts is not None and facts["comparable"]:
+                        keys.append(key)
+                        splits.append(split)
+                        hashes.append(facts["likeness"])
+        return Likeness(np.array(hashes, np.uint64), keys, splits)
 
     def _publish(self) -> Summary:
         places = self._places()
@@ -139,6 +164,16 @@ class Addition(Build):
         self._check_share(rejected, places, rejects_jsonl(self.planned, results))
 
 
+def _chunks(reader: SplitReader) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Split, and keys and places of some pictures at a time."""
+    for number, entry in enumerate(reader.shards):
+        shard = reader.shard(number)
+        for start in range(0, entry.num_samples, CHUNK):
+            metas = [shard.meta(i) for i in range(start, min(start + CHUNK, entry.num_samples))]
+            places = [f"{entry.name}:{m.parts[0].offset}:{m.parts[0].num_bytes}" for m in metas]
+            yield entry.split, [m.key for m in metas], places
+
+
 def _is_known(row: Mapping[str, Any]) -> bool:
-    reasons = (Reason.DUPLICATE_IMAGE, Reason.SPLIT_LEAK)
-    return row["reason"] in reasons and "the dataset" in str(row["detail"])
+    reasons = (Reason.DUPLICATE_IMAGE, Reason.NEAR_DUPLICATE, Reason.SPLIT_LEAK)
+    return row["reason"] in reasons and of_dataset(str(row["detail"]))

@@ -16,6 +16,7 @@ from pipelines.errors import BuildError, RejectShareError
 from pipelines.fetched import with_local_files
 from pipelines.filters import Reason, Rejection
 from pipelines.folder_lock import FolderLock
+from pipelines.images import ImagesSpec
 from pipelines.jobs import JOBS, WHERE
 from pipelines.known import NOTHING_KNOWN, Known
 from pipelines.plan import Plan, make_plan, require_images
@@ -139,18 +140,19 @@ class Build:
         def ask(request: tuple[Numbers, int]) -> tuple[Numbers, Sequence[bytes | Rejection]]:
             numbers, source = request
             names = [spool.place(number) for number in numbers.tolist()]
-            limits = self.config.filters.written
-            arguments = {"images": self.origins[source].source.images, "names": names, "limits": limits}
-            replies = self.workers.call("hash", arguments, progress)
-            return numbers, [
-                Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else bytes.fromhex(r) for r in replies
-            ]
+            return numbers, self.facts_of(self.origins[source].source.images, names, progress)
 
-        with (
-            progress_bar(None, "hash") as progress,
-            ThreadPoolExecutor(self.config.build.num_processes) as threads,
-        ):
+        with progress_bar(None, "hash") as progress, self._threads() as threads:
             yield from map_bounded(threads, ask, requests, 2 * self.config.build.num_processes)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.config.build.num_processes)
+
+    def facts_of(self, images: ImagesSpec, names: Sequence[str], progress: Progress) -> list[bytes | Rejection]:
+        """What ``hash_files`` finds out about some files, by ``workers``; for threads."""
+        arguments = {"images": images, "names": names, "limits": self.config.filters.written}
+        replies = self.workers.call("hash", arguments, progress)
+        return [Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else bytes.fromhex(r) for r in replies]
 
     def write_order(self, name: str) -> Path:
         """Write what a build process is to do for one shard; another machine may read it too."""

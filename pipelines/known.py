@@ -6,12 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.filters import Reason
+from pipelines.near_duplicates import BITS, near_pairs
 from pipelines.records import id_bytes
 from pipelines.spool import Numbers, Spool
 from shards.manifest import Manifest
 from shards.reader import SplitReader
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Perceptual hashes of the pictures that can be compared, with key and split of each."""
+
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    keys: Sequence[str] = ()
+    splits: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,7 @@ class Known:
     ids: Mapping[str, Any] = field(default_factory=dict)  # of dtype S16, see records.id_bytes
     hashes: Mapping[str, Any] = field(default_factory=dict)  # of dtype S32, sha256
     next_numbers: Mapping[str, int] = field(default_factory=dict)
+    likeness: Likeness = field(default_factory=Likeness)  # empty where it is not asked for
 
     def reject(self, spool: Spool, names: Sequence[str], duplicates: bool) -> None:
         """Reject the rows that the dataset has: in the same split as duplicates, in another one as leaks.
@@ -38,6 +50,21 @@ class Known:
                     same = np.isin(table["facts"]["sha256"][rows], self.hashes[other])
                     self._reject(spool, rows[same], name, other, "its file")
 
+    def reject_alike(self, spool: Spool, names: Sequence[str], most_bits: int) -> None:
+        """Reject rows whose picture is within so many bits of one of the dataset's; the first such is named."""
+        table, known = spool.table, len(self.likeness.hashes)
+        rows = np.flatnonzero((table["verdict"] == 0) & table["facts"]["comparable"])
+        hashes = np.concatenate([self.likeness.hashes, table["facts"]["likeness"][rows]])
+        pairs = near_pairs(hashes, most_bits)  # by the later one, then the earlier one
+        pairs = pairs[(pairs[:, 0] < known) & (pairs[:, 1] >= known)]
+        for earlier, later in pairs[np.unique(pairs[:, 1], return_index=True)[1]].tolist():
+            row, key, other = int(rows[later - known]), self.likeness.keys[earlier], self.likeness.splits[earlier]
+            bits = f"{int(hashes[earlier] ^ hashes[later]).bit_count()} of {BITS} bits differ"
+            if names[table["split"][row]] == other:
+                spool.reject(row, Reason.NEAR_DUPLICATE, f"is like {key} of the dataset: {bits}")
+            else:
+                spool.reject(row, Reason.SPLIT_LEAK, f"is like {key} in split {other} of the dataset: {bits}")
+
     def _reject(self, spool: Spool, rows: Numbers, split: str, other: str, what: str) -> None:
         if split == other:
             spool.reject(rows, Reason.DUPLICATE_IMAGE, f"{what} is in the dataset already")
@@ -46,6 +73,11 @@ class Known:
 
 
 NOTHING_KNOWN = Known()
+
+
+def of_dataset(detail: str) -> bool:
+    """Whether a rejection's detail says that the dataset has the picture already."""
+    return "the dataset" in detail
 
 
 def read_known(folder: Path, manifest: Manifest) -> Known:

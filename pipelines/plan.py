@@ -19,7 +19,7 @@ from pipelines.filters import Reason, Rejection
 from pipelines.fingerprint import seen
 from pipelines.hashes import HashFiles, hash_all
 from pipelines.images import Images, Stamp, open_images, where
-from pipelines.known import NOTHING_KNOWN, Known
+from pipelines.known import NOTHING_KNOWN, Known, of_dataset
 from pipelines.near_duplicates import BITS, settle
 from pipelines.progress import Progress
 from pipelines.records import Record
@@ -208,6 +208,8 @@ def make_plan(
     if config.filters.duplicates:
         _reject_duplicates(spool)
     if config.filters.near_duplicate_bits is not None:
+        known.reject(spool, names, config.filters.duplicates)
+        known.reject_alike(spool, names, config.filters.near_duplicate_bits)
         _reject_near_duplicates(spool, names, config.filters.near_duplicate_bits)
     if config.filters.leaks == "fail":
         _require_no_leaks(spool, names)
@@ -249,7 +251,10 @@ def _reject_leaks(spool: Spool, names: Sequence[str]) -> None:
 
 
 def _require_no_leaks(spool: Spool, names: Sequence[str]) -> None:
-    leaks = np.flatnonzero(spool.verdicts(Reason.SPLIT_LEAK))
+    numbers = [
+        i for i, r in enumerate(spool.rejections) if r and r.reason == Reason.SPLIT_LEAK and not of_dataset(r.detail)
+    ]
+    leaks = np.flatnonzero(np.isin(spool.table["verdict"], numbers))
     if len(leaks):
         first = int(leaks[0])
         rejection = spool.rejection(first)

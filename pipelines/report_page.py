@@ -171,9 +171,7 @@ def _vocabulary_note(vocabulary: Mapping[str, Any], num_captions: int) -> str:
 def _groups_note(groups: Sequence[Any], facts: Mapping[str, Any]) -> str:
     if facts["config"]["filters"]["near_duplicate_bits"] is None:
         return "not looked for: filters.near_duplicate_bits is off"
-    note = f"{_note(groups, facts['near_duplicate_groups'])} groups, the largest first"
-    among = "; what was added was compared with itself alone, with the rest of the dataset by id and bytes only"
-    return note + among if facts["of"] == "addition" else note
+    return f"{_note(groups, facts['near_duplicate_groups'])} groups, the largest first"
 
 
 def _word_bars(top: Counts) -> str:

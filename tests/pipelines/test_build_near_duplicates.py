@@ -1,14 +1,24 @@
 import io
 import json
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
+from pipelines.addition import Addition
+from pipelines.captions import clean_captions
 from pipelines.config import FilterConfig
 from pipelines.fingerprint import fingerprint
+from pipelines.known import Known, Likeness
+from pipelines.records import Record
 from pipelines.run import run_plain
+from pipelines.spool import Spool
 from shards.manifest import Manifest
+from shards.verify import verify
 
 ON = {"near_duplicate_bits": 4}
 
@@ -131,3 +141,61 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"near_duplicate_bits needs the package ImageHash; pip install"):
         FilterConfig(**ON)
+
+
+@pytest.mark.parametrize("runner", ["processes", "threads"])
+def test_an_addition_is_compared_with_the_pictures_of_the_dataset(coco, make_config, pictures, tmp_path, runner):
+    """Built without the filter, its pictures are looked at as they are stored, converted ones too."""
+    encode, scene = pictures.encode, pictures.scene
+    source = coco(tmp_path / "source", {f"{i}.png": encode(scene(i).convert("RGBA"), "PNG") for i in range(1, 12)})
+    coco(source, {"held.jpg": encode(scene(20))}, split="val", first_id=500)
+    out = tmp_path / "out"
+    run_plain(make_config(source, out))
+    new = {f"new{i}.jpg": encode(scene(i)) for i in (30, 31)}
+    near = {
+        name: data
+        for name, data in altered(scene(3), encode).items()
+        if name in ("quality.jpg", "half.jpg", "turned.jpg")
+    }
+    more = coco(tmp_path / "more", {**new, **near, "leak.jpg": encode(scene(20), quality=40)}, first_id=900)
+    settings = {"filters": {**ON, "leaks": "fail"}, "build": {"runner": runner, "max_reject_share": 1}}
+    assert run_plain(make_config(more, out, **settings), Addition).added == {"train": 2}
+    found = {
+        row["file_name"]: (row["reason"], row["detail"])
+        for row in map(json.loads, (out / "rejects-1.jsonl").read_text().splitlines())
+    }
+    assert found.keys() == {*near, "leak.jpg"}
+    assert found["leak.jpg"] == ("split_leak", "is like 000000000500 in split val of the dataset: 0 of 64 bits differ")
+    for name in near:
+        assert found[name][0] == "near_duplicate"
+        assert found[name][1].startswith("is like 000000000003 of the dataset: ")
+    assert run_plain(make_config(more, out, **settings), Addition).unchanged
+    assert verify(out) == []
+
+
+@given(
+    st.lists(st.integers(0, 2**64 - 1), max_size=30),
+    st.lists(st.integers(0, 2**64 - 1), max_size=10),
+    st.lists(st.tuples(st.integers(0, 29), st.sets(st.integers(0, 63), max_size=5)), max_size=10),
+)
+def test_all_that_is_near_the_dataset_is_rejected_and_nothing_else(known, new, flips):
+    for at, bits in flips:
+        if known:
+            new.append(known[at % len(known)] ^ sum(1 << bit for bit in bits))
+    keys = [f"k{i}" for i in range(len(known))]
+    likeness = Likeness(np.array(known, np.uint64), keys, ["val" if i % 2 else "train" for i in range(len(known))])
+    with tempfile.TemporaryDirectory() as folder:
+        spool = Spool(Path(folder), 0)
+        for i in range(len(new)):
+            spool.add(Record(i, f"{i}.jpg", ("x",)), clean_captions(("x",), FilterConfig()), (1, i))
+        spool.flush()
+        spool.table["facts"]["comparable"], spool.table["facts"]["likeness"] = True, new
+        Known(likeness=likeness).reject_alike(spool, ["train", "val"], 4)
+        for i, value in enumerate(new):
+            near = [j for j, other in enumerate(known) if (value ^ other).bit_count() <= 4]
+            rejection = spool.rejection(i)
+            assert (rejection is not None) == bool(near)
+            if rejection is not None:
+                assert f"is like k{near[0]} " in rejection.detail
+                assert rejection.reason == ("split_leak" if near[0] % 2 else "near_duplicate")
+        spool.close()

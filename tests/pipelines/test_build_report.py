@@ -123,7 +123,6 @@ def test_each_report_says_what_it_is_of_and_names_only_datasets_that_there_are(
         in about
     )
     assert (facts["of"], facts["manifest_id"], facts["why"]) == ("addition", added.manifest_id, summary.manifest_id)
-    assert "what was added was compared with itself alone, with the rest of the dataset by id and bytes only" in page
 
     found = preview(make_config(photos, out), 7)
     assert head(found.page)[:2] == ("Preview: out", "out: preview of 7 records")
