@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,4 +134,5 @@ def write_captions(path: Path, captions: Sequence[Caption]) -> None:
 def record(result: Evaluation, run_dir: Path, state: TrainState, log: JsonLines, *, first: bool = True) -> None:
     """Log an evaluation during a run and keep its captions; ``first``: of the first dataset that is scored."""
     write_captions(captions_path(run_dir, state.step, "" if first else result.source), result.captions)
-    log.write(event="eval", step=state.step, samples_consumed=state.samples_consumed, **as_event(result))
+    about = {"step": state.step, "samples_consumed": state.samples_consumed, "time": time.time()}
+    log.write(event="eval", **about, **as_event(result))

@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -40,7 +40,14 @@ _LINES_AT_ONCE = 1000  # of a long log, so that it is never in memory as a whole
 _NOT_VALUES = ("event", "step", "samples_consumed", "time", "digest")
 _EVENTS = {"step": "train", "eval": "eval"}
 
-Values = dict[str, float]
+
+@dataclass(frozen=True)
+class Point:
+    """The figures of a log line."""
+
+    step: int
+    values: dict[str, float]  # by the names that trackers group them under
+    time_s: float | None = None  # when they came up, in seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -58,20 +65,20 @@ class Opened:
 
     tracker: "GeneralTracker"
     lacks: Callable[[str, int], bool]
-    send_all: Callable[[Sequence[tuple[int, Values]]], None] | None = None  # several steps at once
-    show: Callable[[int, Sequence[Sample]], None] | None = (
-        None  # captions with their pictures, where it has a place for them
-    )
+    send_all: Callable[[Sequence[Point]], None] | None = None  # several steps at once
+    takes_time: bool = False  # and not only that at which it is told
+    show: Callable[[int, Sequence[Sample]], None] | None = None  # captions with their pictures
 
-    def send(self, steps: Sequence[tuple[int, Values]]) -> None:
-        """Give it what it lacks of these steps."""
-        lacking = [(step, {key: v for key, v in values.items() if self.lacks(key, step)}) for step, values in steps]
-        lacking = [(step, values) for step, values in lacking if values]
+    def send(self, points: Sequence[Point]) -> None:
+        """Give it what it lacks of these figures."""
+        lacking = [replace(p, values={k: v for k, v in p.values.items() if self.lacks(k, p.step)}) for p in points]
+        lacking = [point for point in lacking if point.values]
         if self.send_all:
             self.send_all(lacking)
             return
-        for step, values in lacking:
-            self.tracker.log(values, step=step)
+        for point in lacking:
+            when = {"walltime": point.time_s} if self.takes_time else {}
+            self.tracker.log(point.values, step=point.step, **when)
 
 
 def main(argv: list[str]) -> int:
@@ -116,7 +123,7 @@ def feed(opened: Opened, log: Path) -> None:
             ending = False
             while True:
                 while events := list(islice(whole_lines(file), _LINES_AT_ONCE)):
-                    opened.send([values_of(event) for event in events])
+                    opened.send([point_of(event) for event in events])
                     for event in events:
                         if opened.show and event["event"] == "samples":
                             opened.show(event["step"], samples_of(log.parent / SAMPLES, event["path"]))
@@ -150,14 +157,14 @@ def whole_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
     file.seek(-len(line), os.SEEK_CUR)
 
 
-def values_of(event: Mapping[str, Any]) -> tuple[int, Values]:
-    """Step and figures of a log line, named as trackers group them; none of a line that has no curve."""
+def point_of(event: Mapping[str, Any]) -> Point:
+    """The figures of a log line; none of a line that has no curve."""
     group = _EVENTS.get(event["event"], "")
     if not group or event.get("blank"):
-        return 0, {}
+        return Point(0, {})
     prefix = f"{group}/{event['source']}/" if isinstance(event.get("source"), str) else f"{group}/"
     numbers = {k: float(v) for k, v in event.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return event["step"], {prefix + k: v for k, v in numbers.items() if k not in _NOT_VALUES}
+    return Point(event["step"], {prefix + k: v for k, v in numbers.items() if k not in _NOT_VALUES}, event.get("time"))
 
 
 def environment_of(config: Config, folder: Path) -> dict[str, str]:
@@ -204,7 +211,7 @@ def open_tracker(config: Config, name: str, folder: Path) -> Opened:
         tracker = TensorBoardTracker("", folder, purge_step=0)  # a page that is open drops what it had read
         tracker.start()
         tracker.log({"config": "".join(f"    {k}: {v}\n" for k, v in settings.items())}, step=0)
-        return Opened(tracker, lambda _key, _step: True, show=_shown_by_tensorboard(tracker))
+        return Opened(tracker, lambda _key, _step: True, takes_time=True, show=_shown_by_tensorboard(tracker))
     if name == "trackio":
         from accelerate.tracking import TrackioTracker
 
@@ -270,9 +277,9 @@ def _open_mlflow(config: Config, folder: Path, run_id: str | None, settings: Map
             last[key] = max((m.step for m in client.get_metric_history(begun, key)), default=-1)
         return step > last[key]
 
-    def send_all(steps: Sequence[tuple[int, Values]]) -> None:  # one step takes 30 ms, a hundred little more
-        now_ms = round(time.time() * 1000)
-        figures = [Metric(key, v, now_ms, step) for step, values in steps for key, v in values.items()]
+    def send_all(points: Sequence[Point]) -> None:  # one step takes 30 ms, a hundred little more
+        now = time.time()
+        figures = [Metric(k, v, round((p.time_s or now) * 1000), p.step) for p in points for k, v in p.values.items()]
         for i in range(0, len(figures), _MLFLOW_AT_ONCE):
             client.log_batch(begun, figures[i : i + _MLFLOW_AT_ONCE])
 

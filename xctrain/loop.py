@@ -169,6 +169,7 @@ def log_step(
             event="step",
             step=state.step,
             samples_consumed=state.samples_consumed,
+            time=time.time(),
             epoch=state.epochs_done,
             loss=metrics.loss,
             lr=metrics.lr,

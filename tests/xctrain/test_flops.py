@@ -1,14 +1,22 @@
 """Model FLOPs utilisation, by numbers worked out by hand."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
+from test_xcomposer_weights import PUBLISHED
+from xcomposers import build_xcomposer
 
 from xctrain.collate import Row
 from xctrain.config import AdapterConfig, ModelConfig
 from xctrain.flops import Part, Shape, Work, peak_flops, step_flops
 from xctrain.models.hf import HfFamily
+from xctrain.models.xcomposer import XComposerFamily
+from xctrain.models.xcomposer_config import XComposerConfig
+from xctrain.models.xcomposer_weights import empty_model
 
 
 def make_row(n: int, caption: str, size: tuple[int, int] = (32, 32)) -> Row:
@@ -93,6 +101,28 @@ def test_work_of_pictures_that_come_as_patches_counts_them(base_folders) -> None
     batch = family.collator([make_row(0, "a dog", (60, 40))])
     assert batch.work.patches == len(batch.inputs["pixel_values"])
     assert batch.work.image_tokens == batch.work.patches // 4  # 2 x 2 patches become a token
+
+
+def test_work_of_tiles_counts_the_view_of_the_whole_too(tmp_path: Path) -> None:
+    family = XComposerFamily.open(ModelConfig(prompt="Describe the image."), build_xcomposer(tmp_path))
+    side = family.collator.encoder.side
+    batch = family.collator([make_row(0, "a dog", (2 * side, side))])
+    vision = family.module.model.config.vision_config
+    assert batch.inputs["grids"].tolist() == [[1, 2]] or len(batch.inputs["tiles"]) > 1
+    assert batch.work.patches == (len(batch.inputs["tiles"]) + 1) * vision.patches**2
+    assert batch.work.tokens == int(batch.inputs["attention_mask"].sum())
+    assert batch.work.image_tokens == int(batch.inputs["image_mask"].sum())
+
+
+def test_the_shape_of_the_published_7b_is_that_of_its_weights() -> None:
+    with torch.device("meta"):
+        model = empty_model(XComposerConfig.model_validate(PUBLISHED))
+    family = XComposerFamily(SimpleNamespace(model=model), None, None)  # type: ignore[arg-type]
+    shape = family.shape()
+    assert (shape.layers, shape.width) == (32, 4096)
+    assert shape.head.weights == 4096 * model.config.vocab_size
+    assert 7.0e9 < shape.decoder.weights < 8.5e9  # InternLM2-7B and its PLoRA
+    assert 0.3e9 < shape.pictures.weights < 0.35e9  # CLIP ViT-L and the projector
 
 
 def test_the_shape_of_a_model_holds_its_matrices_once(kind: str, base_folders) -> None:  # type: ignore[no-untyped-def]

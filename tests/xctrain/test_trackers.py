@@ -20,7 +20,7 @@ import runs
 from small import config_of
 
 from xctrain.errors import ConfigError
-from xctrain.follow import values_of
+from xctrain.follow import Point, point_of
 from xctrain.start import make_plan
 
 Points = dict[tuple[str, int], list[float]]  # by name and step, in the order in which they lie in the files
@@ -114,9 +114,9 @@ def due_points(run: Path) -> Points:
     points: Points = {}
     for kind in ("step", "eval"):
         for event in runs.events(run, kind):
-            step, values = values_of(event)
-            for name, value in values.items():
-                points[name, step] = [value]
+            point = point_of(event)
+            for name, value in point.values.items():
+                points[name, point.step] = [value]
     return points
 
 
@@ -169,22 +169,25 @@ def test_after_a_kill_a_tracker_ends_with_one_point_for_each_step(
     assert not runs.events(run, "tracker")
 
 
-def test_captions_on_the_way_stand_in_tensorboard_with_their_pictures(drawn_shards: Path, tmp_path: Path) -> None:
+def test_tensorboard_has_captions_with_pictures_and_the_time_of_each_step(drawn_shards: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     run = tmp_path / "run"
     changes = {"watch__captions_every": 4, "watch__num_captions": 2, "eval__max_new_tokens": 2, "data__workers": 0}
     runs.train(drawn_shards, run, watch__trackers="[tensorboard]", train__num_steps=8, **changes)
     [path] = (run / "trackers/tensorboard").glob("events.*")
-    texts, pictures = [], []
+    texts, pictures, times = [], [], []
     for event in EventFileLoader(str(path)).Load():
         for value in event.summary.value:
+            if value.tag == "train/loss":
+                times.append((event.step, event.wall_time))
             if value.tag.startswith("captions/"):
                 is_text = value.metadata.plugin_data.plugin_name == "text"
                 (texts if is_text else pictures).append((value.tag.split("/")[1], event.step))
     keys = [json.loads(line)["key"] for line in (run / "samples/step-00000008.jsonl").read_text().splitlines()]
     assert texts == [(key, step) for step in (0, 4, 8) for key in keys]
     assert pictures == [(key, 0) for key in keys]
+    assert times == [(line["step"], line["time"]) for line in runs.events(run, "step")]  # not when it was told
 
 
 def stand_in(folder: Path, body: str) -> dict[str, str]:
@@ -346,10 +349,11 @@ def test_a_server_without_an_address_is_an_error_before_the_run(
 
 
 def test_figures_are_named_by_what_they_are_of() -> None:
-    step = {"event": "step", "step": 3, "samples_consumed": 12, "loss": 2.0, "digest": "00", "sources": {"a": 4}}
-    assert values_of(step) == (3, {"train/loss": 2.0})
-    score = {"event": "eval", "step": 3, "samples_consumed": 12, "split": "val", "bleu4": 0.1, "cider": None}
-    assert values_of(score) == (3, {"eval/bleu4": 0.1})
-    assert values_of({**score, "source": "own"}) == (3, {"eval/own/bleu4": 0.1})
-    assert values_of({**score, "blank": True})[1] == {}
-    assert values_of({"event": "save", "step": 3, "save_s": 1.0})[1] == {}
+    about = {"step": 3, "samples_consumed": 12, "time": 1.8e9}
+    step = {"event": "step", **about, "loss": 2.0, "digest": "00", "sources": {"a": 4}}
+    assert point_of(step) == Point(3, {"train/loss": 2.0}, 1.8e9)
+    score = {"event": "eval", **about, "split": "val", "bleu4": 0.1, "cider": None}
+    assert point_of(score).values == {"eval/bleu4": 0.1}
+    assert point_of({**score, "source": "own"}).values == {"eval/own/bleu4": 0.1}
+    assert point_of({**score, "blank": True}).values == {}
+    assert point_of({"event": "save", "step": 3, "save_s": 1.0}).values == {}
