@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shards.atomic import write_file
+from xctrain.best import best_step
 from xctrain.charts import Chart, Line, Mark, finite, smooth
 from xctrain.gallery import gallery, note
 from xctrain.history import Event, History, curve, number
@@ -193,7 +194,11 @@ def _scores_note(history: History) -> str:
         return ""
     last = history.evals[-1]
     source = f" of {last['source']}" if last.get("source") else ""
-    return escape(f"{last.get('num_images', '?')} pictures of split {_split(history)}{source}")
+    metric = history.setting("checkpoint.best")
+    scores = {e["step"]: e for e in history.evals if isinstance(e.get("step"), int) and e["step"] > 0}
+    best = best_step(scores, metric)
+    kept = f", best by {SCORES.get(metric, metric)} and kept: step {best:,}" if best else ""
+    return escape(f"{last.get('num_images', '?')} pictures of split {_split(history)}{source}{kept}")
 
 
 def _scores(history: History) -> str:

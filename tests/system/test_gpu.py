@@ -6,6 +6,8 @@ import pytest
 import runs
 import torch
 
+from xctrain.saver import HostCopies
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -31,3 +33,13 @@ def test_memory_of_the_device_is_logged(drawn_shards: Path, tmp_path: Path) -> N
     runs.train(drawn_shards, tmp_path / "run", train__num_steps=3)
 
     assert 0 < runs.events(tmp_path / "run", "step")[-1]["max_memory_gb"] < torch.cuda.mem_get_info()[1] / 1e9
+
+
+def test_state_on_the_device_is_copied_into_pinned_memory_and_stays_what_it_was() -> None:
+    copies = HostCopies()
+    tensor = torch.arange(1000.0, device="cuda")
+    copy = copies("a", tensor)
+    tensor.zero_()
+    torch.cuda.synchronize()
+    assert copy.is_pinned()
+    assert torch.equal(copy, torch.arange(1000.0))

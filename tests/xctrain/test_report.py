@@ -169,6 +169,15 @@ def test_audit_is_shown(run_dir: Path, audit: dict[str, Any] | None, words: str)
     assert ("<td>1,600</td>" in text) == bool(audit and audit["ok"])
 
 
+def test_best_checkpoint_is_named_where_the_run_keeps_it(run_dir: Path) -> None:
+    assert "best by" not in write_report(run_dir).read_text()
+    lines = [start_line(0, None, 0), *(eval_line(step, cider) for step, cider in ((0, 0.9), (4, 0.7), (8, 0.6)))]
+    write_lines(run_dir / "metrics.jsonl", lines)
+    (run_dir / "config.yaml").write_text("checkpoint: {best: cider}\n")
+    text = write_report(run_dir).read_text()
+    assert "2 pictures of split val, best by CIDEr and kept: step 4" in text  # the untrained model has no checkpoint
+
+
 def test_a_run_without_evaluations_has_curves_all_the_same(run_dir: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", [start_line(0, None, 0), *(step_line(n) for n in range(1, 9))])
     for path in (run_dir / "captions").iterdir():
