@@ -124,7 +124,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from xctrain.config import Config
     from xctrain.errors import ConfigError
     from xctrain.launch import LOGS, STALL_MARGIN_S, Nodes, launch, num_gpus
-    from xctrain.start import lock, make_plan
+    from xctrain.start import lock, make_plan, make_run_folder
 
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}, expected 1 or more")
@@ -155,6 +155,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         print(f"no GPU found: {arguments.processes} CPU processes", file=sys.stderr)
     elif gpus < arguments.processes:
         raise ConfigError(f"--processes is {arguments.processes}, this machine has {gpus} GPUs; ask for at most {gpus}")
+    make_run_folder(config.run.dir)
     return launch(
         [sys.executable, "-m", "xctrain", "train", *what, f"train.processes={world_size}"],
         arguments.processes,

@@ -159,7 +159,8 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
-                f"{path}: needs {needed / 1e6:.0f} MB of disk, {free / 1e6:.0f} MB are free; {self._newest_text()}; "
+                f"{path}: needs {needed / 1e6:.0f} MB of disk ({content.snapshot.describe()}, and {_SPARE_BYTES / 1e6:.0f} MB to "
+                f"spare for logs), {free / 1e6:.0f} MB are free; {self._newest_text()}; "
                 "make room, then start again to go on",
                 path=path,
             )

@@ -1,5 +1,6 @@
 """From a config to the parts of a run: data, model, optimizer, and the state to go on from."""
 
+import errno
 import fcntl
 import json
 import os
@@ -72,6 +73,24 @@ def require_run_folder(folder: Path) -> None:
         raise ConfigError(
             f"run.dir is {folder}, which is a shard folder (it holds {MANIFEST}); choose another", path=folder
         )
+
+
+def make_run_folder(folder: Path) -> None:
+    """Make it if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made, or not written to; a full disk stays an OSError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _LOCK).open("a").close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise ConfigError(
+            f"run.dir is {folder}, which cannot be written to: {error.strerror}; choose another, or mend its permissions",
+            path=folder,
+        ) from None
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
@@ -147,7 +166,7 @@ def lock(config: Config) -> Any:
     Raises:
         RunError: another process trains in it.
     """
-    config.run.dir.mkdir(parents=True, exist_ok=True)
+    make_run_folder(config.run.dir)
     file = (config.run.dir / _LOCK).open("a+")
     for left in reversed(range(50)):
         try:

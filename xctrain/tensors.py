@@ -37,7 +37,11 @@ class Snapshot:
 
     def num_bytes(self) -> int:
         """Size of what ``write`` writes, but for a few kB."""
-        return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.slots.values()))
+        return _num_bytes(self.weights) + _num_bytes(self.slots)
+
+    def describe(self) -> str:
+        """What takes how much of it."""
+        return f"{_num_bytes(self.weights) / 1e6:.1f} MB of weights, {_num_bytes(self.slots) / 1e6:.1f} MB of optimizer"
 
     def write(self, folder: Path) -> None:
         """Write the files of it.
@@ -48,6 +52,10 @@ class Snapshot:
         save_tensors(self.weights, folder / MODEL)
         save_tensors(self.slots, folder / OPTIMIZER)
         (folder / OPTIMIZER_REST).write_text(json.dumps(self.rest, indent=1), encoding="utf-8")
+
+
+def _num_bytes(named: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in named.values())
 
 
 # A tensor of the state, with a name of its own, to one in this process's memory; or the tensor itself if it is there.

@@ -244,7 +244,9 @@ def test_too_little_space_is_said_before_anything_is_written(
     checkpoints.save(content(5))
     monkeypatch.setattr(checkpoint, "_SPARE_BYTES", 2**60)
     with pytest.raises(
-        CheckpointError, match=r"step-00000010: needs \d+ MB of disk, \d+ MB are free; the newest whole"
+        CheckpointError,
+        match=r"step-00000010: needs \d+ MB of disk \([\d.]+ MB of weights, [\d.]+ MB of optimizer, and \d+ MB to spare "
+        r"for logs\), \d+ MB are free; the newest whole",
     ):
         checkpoints.save(content(10))
     assert names_in(checkpoints.folder) == ["step-00000005"]

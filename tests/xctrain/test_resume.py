@@ -1,7 +1,9 @@
 """Where a run goes on from, and what the config must not change on the way."""
 
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,13 @@ def test_split_to_score_that_is_not_there_is_refused_with_both_ways_out(drawn_sh
     assert text.endswith(
         "; set eval.split to one of those, or eval.every=null and watch.captions_every=null to caption none"
     )
+
+
+def test_run_folder_that_cannot_be_written_is_a_wrong_setting(drawn_shards: Path) -> None:
+    arguments = runs.settings(drawn_shards, Path("/proc/run"))
+    command = [sys.executable, "-m", "xctrain", "launch", os.devnull, "--processes", "1", *arguments]
+    text = runs.finish(runs.start(command), code=2)
+    assert "error: run.dir is /proc/run, which cannot be written to: No such file or directory; choose another" in text
 
 
 def test_other_model_is_refused_by_its_name(drawn_shards: Path, run: Path) -> None:
