@@ -30,7 +30,7 @@ from typing import Any
 STEPS = 12  # in a block; the first two do not count
 BLOCKS = 15
 TWO_LINES_STEPS = 200
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 4
 RANKS = 2
 
 
