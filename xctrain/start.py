@@ -8,6 +8,7 @@ import platform
 import socket
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from shards.atomic import write_file
 from shards.hashing import mix64
 from shards.joined import SampleReader
 from shards.manifest import NAME as MANIFEST
+from shards.remote import is_remote
 from shards.stream import Stream, accumulation
 from xctrain import resume
 from xctrain.config import Config
@@ -394,7 +396,10 @@ def open_logs(
     if ranks.is_main:
         previous = previous_end(folder, state)
         # Checkpoints first: a kill in between must not leave one that the logs do not reach.
-        notes = [*plan.notes, *resume.checkpoints_of(config).go_back(state.step if plan.point else -1)]
+        gone = resume.checkpoints_of(config).go_back(state.step if plan.point else -1)
+        notes = [*plan.notes, *gone]
+        asked_for = config.train.resume not in ("auto", "never") and not is_remote(config.train.resume)
+        run_id = None if gone and asked_for else logged_run_id(folder)
         cut_back(folder, state.samples_consumed if plan.point else -1)
         for path in [p for name in (CAPTIONS, SAMPLES) for p in (folder / name).glob("*step-*.jsonl")]:
             if int(path.stem.rpartition("step-")[2]) > state.step:
@@ -412,6 +417,7 @@ def open_logs(
             resumed_from=state.step if plan.point else None,
             source=str(plan.point.path.resolve()) if plan.point else None,
             **previous,
+            run_id=run_id or uuid.uuid4().hex[:12],
             notes=notes,
         )
         for note in notes:
@@ -419,6 +425,14 @@ def open_logs(
     ranks.barrier()
     keys = JsonLines(folder / keys_name(ranks.rank)) if config.train.log_keys else None
     return log, keys
+
+
+def logged_run_id(folder: Path) -> str | None:
+    """What trackers know the run by: in the log, which goes wherever the run goes."""
+    found = [
+        line["run_id"] for line in read_lines(folder / METRICS) if line.get("event") == "start" and "run_id" in line
+    ]
+    return str(found[-1]) if found else None
 
 
 def previous_end(folder: Path, state: TrainState) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 from xctrain import phase
 from xctrain.config import Config
 from xctrain.errors import ConfigError
-from xctrain.follow import END, read_status
+from xctrain.follow import END
+from xctrain.tracked import read_status
 
 LOGS = "logs"
 _DRAIN_S = 60.0  # how long the end of a run waits for its trackers to take the rest

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import runs
-from small import config_of
+from small import config_of, train_here
 
 from xctrain.errors import ConfigError
-from xctrain.follow import Point, point_of
+from xctrain.follow import newest_run_id, point_of
 from xctrain.start import make_plan
+from xctrain.tracked import Point
 
 Points = dict[tuple[str, int], list[float]]  # by name and step, in the order in which they lie in the files
 
@@ -72,6 +73,19 @@ def _wandb_records(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # whole, or the last part
             yield parts
             parts = b""
+
+
+def wandb_captions(run: Path) -> list[int]:
+    """Steps at which a W&B run has captions."""
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    steps = []
+    for path in (run / "trackers/wandb").rglob("*.wandb"):
+        for data in _wandb_records(path.read_bytes()):
+            record = proto.Record()
+            record.ParseFromString(data)
+            values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            steps += [json.loads(values["_step"])] if "captions" in values else []
+    return steps
 
 
 def trackio_points(run: Path) -> Points:
@@ -167,6 +181,8 @@ def test_after_a_kill_a_tracker_ends_with_one_point_for_each_step(
             assert value == pytest.approx(due[tag, step][0], rel=1e-6), (tag, step)
     assert "training goes on" not in printed
     assert not runs.events(run, "tracker")
+    if name == "wandb":
+        assert wandb_captions(run) == [event["step"] for event in runs.events(run, "samples")]
 
 
 def test_tensorboard_has_captions_with_pictures_and_the_time_of_each_step(drawn_shards: Path, tmp_path: Path) -> None:
@@ -188,6 +204,20 @@ def test_tensorboard_has_captions_with_pictures_and_the_time_of_each_step(drawn_
     assert texts == [(key, step) for step in (0, 4, 8) for key in keys]
     assert pictures == [(key, 0) for key in keys]
     assert times == [(line["step"], line["time"]) for line in runs.events(run, "step")]  # not when it was told
+
+
+def test_a_run_keeps_its_id_unless_it_goes_back_by_request(drawn_shards: Path, tmp_path: Path) -> None:
+    run, longer = tmp_path / "run", {"train__num_steps": 15, "train__resume_with": "train.num_steps"}
+    train_here(drawn_shards, run)
+    first = newest_run_id(run / "metrics.jsonl")
+    train_here(drawn_shards, run, **longer)
+    assert newest_run_id(run / "metrics.jsonl") == first
+    train_here(
+        drawn_shards, run, train__resume=str(run / "checkpoints/step-00000015"), **longer
+    )  # the newest: not back
+    assert newest_run_id(run / "metrics.jsonl") == first
+    train_here(drawn_shards, run, train__resume=str(run / "checkpoints/step-00000010"), **longer)
+    assert newest_run_id(run / "metrics.jsonl") not in ("", first)
 
 
 def stand_in(folder: Path, body: str) -> dict[str, str]:
