@@ -109,7 +109,7 @@ def _fetch_checkpoint(remote: Remote, path: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         listed = json.loads(remote.read(f"{path.name}/{FILES}"))
-        names = sorted(name for name in listed if Path(name).name == name)
+        names = sorted(name for name in listed if Path(name).name == name != "..")
     except (ValueError, TypeError):
         raise CheckpointError(f"{remote}/{path.name}: {FILES} is damaged") from None
     try:

@@ -99,6 +99,8 @@ class Pusher:
 
     def finish(self) -> str | None:
         """Wait until all is sent or has failed; why the newest is not there, None if it is."""
+        if self._thread:
+            print(f"sending the newest checkpoint to {shown(self.address)}; another signal leaves it", file=sys.stderr)
         while thread := self._thread:
             thread.join()
         return self._error

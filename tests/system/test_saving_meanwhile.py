@@ -1,8 +1,10 @@
 """Checkpoints that are written while training goes on, and what may happen to a run meanwhile. Real processes."""
 
 import json
+import os
 import random
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -176,3 +178,37 @@ def test_disk_that_is_full_meanwhile_ends_all_ranks_with_the_message_of_a_save(
     assert "Traceback" not in text
     assert 10 < runs.last_step(tmp_path) < 100  # it went on meanwhile, and ended soon
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_disk_that_becomes_too_small_is_said_before_anything_is_written(drawn_shards: Path, tmp_path: Path) -> None:
+    """A real one: a file system in memory of a name space of its own, first small, then larger."""
+    disk, result = tmp_path / "disk", tmp_path / "result"
+    for folder in (disk, result):
+        folder.mkdir()
+    # 64 MB stay free for logs. A checkpoint has 24 MB: there is room for one, and later for another beside it.
+    arguments = runs.settings(drawn_shards, disk / "run", train__num_steps=10, checkpoint__asynchronous=True)
+    train = shlex.join(ballast.command(arguments, millions=2.0))
+    script = (
+        f"mount -t tmpfs -o size=100m none {disk} || exit 77\n"
+        f"{train} 2> {result}/errors; echo $? > {result}/code\n"
+        f"ls -a {disk}/run/checkpoints > {result}/names\n"
+        f"mount -o remount,size=400m {disk}\n"
+        f"{train} && cp -r {disk}/run {result}\n"
+    )
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{runs.TESTS.parent}:{runs.TESTS}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("this system lets no user mount a disk of its own")
+    assert done.returncode == 0, done.stderr
+    [error] = [line for line in (result / "errors").read_text().splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {disk}/run/checkpoints/step-00000010: needs 91 MB of disk, ")
+    assert error.endswith("the newest whole checkpoint is step-00000005; make room, then start again to go on")
+    assert (result / "code").read_text().strip() == "1"
+    assert (result / "names").read_text().split() == [".", "..", "step-00000005"]
+    assert [line["previous_end"] for line in runs.events(result / "run", "start")] == [None, "killed"]
+    assert runs.last_step(result / "run") == 10
