@@ -306,6 +306,8 @@ class Prefetched:
 class NoSaver:
     """Saves nothing: what a save costs is another question."""
 
+    pusher = None
+
     def due(self) -> bool:
         return False
 
