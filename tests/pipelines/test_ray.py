@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("prefect_ray", reason="needs pip install .[ray]")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
