@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import to_jsonable_python
 
 from shards.remote import is_remote, shown
 from xctrain.best import Metric
@@ -535,6 +536,13 @@ class Config(_Section):
 def trajectory_fields(config: Config) -> dict[str, Any]:
     """``{"section.field": value}`` of every field that must match on resume."""
     return dict(_trajectory_items(config))
+
+
+def default_of(name: str) -> Any:
+    """The default of ``section.field``, as ``trajectory_fields`` has values."""
+    section, field = name.split(".")
+    fields: Any = Config.model_fields[section].annotation
+    return to_jsonable_python(fields.model_fields[field].get_default(call_default_factory=True))
 
 
 def _trajectory_items(config: Config) -> Iterator[tuple[str, Any]]:

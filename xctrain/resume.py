@@ -15,7 +15,7 @@ from shards.settings import read_yaml
 from shards.stream import Stream
 from xctrain import checkpoint
 from xctrain.checkpoint import Checkpoints
-from xctrain.config import Config, trajectory_fields
+from xctrain.config import Config, default_of, trajectory_fields
 from xctrain.data import Data, joint_quarantine_id
 from xctrain.errors import CheckpointError, ConfigError, ResumeError
 from xctrain.log import METRICS, read_lines
@@ -210,7 +210,7 @@ def differences(config: Config, path: Path, state: TrainState, data: Data) -> di
         changes[QUARANTINE] = _left_out(before_parts, before_id), _left_out(parts, now_id)
     for name, now in trajectory_fields(config).items():
         section, field = name.split(".")
-        before = saved.get(section, {}).get(field, now)  # a field that is newer than the checkpoint has its default
+        before = saved.get(section, {}).get(field, default_of(name))  # a field may be newer than the checkpoint
         if before != now and name != "data.split":
             changes[name] = (before, now)
     return changes

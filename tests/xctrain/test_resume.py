@@ -1,5 +1,7 @@
 """Where a run goes on from, and what the config must not change on the way."""
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+import yaml
 from conftest import write_dataset
 from small import audit_of, config_of, train_here
 
@@ -67,6 +70,20 @@ def test_changed_trajectory_is_refused_with_both_values(
         f"step-00000010: saved with {saved}, this run has {now}; set it to {saved.partition('=')[2]}, "
     )
     assert text.endswith(f"or accept the change with train.resume_with={name}, or choose another run.dir")
+
+
+def test_field_that_a_checkpoint_is_too_old_for_had_its_default(drawn_shards: Path, run: Path) -> None:
+    saved = run / "checkpoints" / "step-00000010" / checkpoint.CONFIG
+    values = yaml.safe_load(saved.read_text())
+    del values["train"]["compile"], values["model"]["freeze"]
+    saved.write_text(yaml.safe_dump(values))
+    listed = saved.with_name(checkpoint.FILES)
+    sums = json.loads(listed.read_text())
+    sums[saved.name] = {"bytes": saved.stat().st_size, "sha256": hashlib.sha256(saved.read_bytes()).hexdigest()}
+    listed.write_text(json.dumps(sums))
+    text = refused(drawn_shards, run, train__compile=True)
+    assert "saved with train.compile=False, this run has train.compile=True" in text
+    assert "model.freeze" not in text
 
 
 def test_several_changes_are_named_together(drawn_shards: Path, trained: Path) -> None:
