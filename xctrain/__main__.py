@@ -124,7 +124,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from xctrain.config import Config
     from xctrain.errors import ConfigError
     from xctrain.launch import LOGS, STALL_MARGIN_S, Nodes, launch, num_gpus
-    from xctrain.start import lock, make_plan, make_run_folder
+    from xctrain.start import is_complete, lock, make_plan, make_run_folder
 
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}, expected 1 or more")
@@ -133,7 +133,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     config = load_settings(Config, arguments.config, arguments.overrides)
     # Refused here, once, rather than by every rank; a run that is at an address is brought here by the first of them.
     plan = make_plan(config, world_size) if bring.source(config) is None else None
-    if plan and plan.state.samples_consumed == plan.stream.end:
+    if plan and is_complete(config, plan):
         length = "train.epochs" if config.train.num_steps is None else "train.num_steps"
         print(
             f"{config.run.dir}: is complete: step {plan.state.step}, {plan.state.samples_consumed} samples; to train "

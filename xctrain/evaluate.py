@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +46,16 @@ class Evaluation:
     source: str = ""  # name of the dataset in a mix
 
 
-def evaluate(family: "Family", dataset: Dataset, config: "EvalConfig", ranks: "Ranks") -> Evaluation:
+def evaluate(
+    family: "Family",
+    dataset: Dataset,
+    config: "EvalConfig",
+    ranks: "Ranks",
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Caption and score the first ``num_images`` of a dataset's split; every rank takes part and gets the result.
+
+    None if any rank was asked to stop meanwhile.
 
     Dropout is off and the generators end as they were, so an evaluation does not move the training around it.
 
@@ -63,7 +71,7 @@ def evaluate(family: "Family", dataset: Dataset, config: "EvalConfig", ranks: "R
     own = kept[ranks.rank :: ranks.world_size]
     rows = SlotRows(reader, "first", seed=0, blank=config.blank)
     chunks = [own[i : i + config.micro_batch] for i in range(0, len(own), config.micro_batch)]
-    loss, num_targets = 0.0, 0
+    loss, num_targets, stopped = 0.0, 0, False
     captions: list[Caption] = []
     training = family.module.training
     devices = [ranks.accelerator.device] if ranks.accelerator.device.type == "cuda" else []
@@ -76,6 +84,8 @@ def evaluate(family: "Family", dataset: Dataset, config: "EvalConfig", ranks: "R
             leave=False,
             disable=not ranks.is_main or not sys.stderr.isatty(),
         ):
+            if stopped := stop_asked():
+                break
             enter(f"captioning {config.split}, image {chunk[0]}")
             batch_rows = [_row(rows, index) for index in chunk]
             batch = family.collator(batch_rows).to(ranks.accelerator.device)
@@ -84,7 +94,9 @@ def evaluate(family: "Family", dataset: Dataset, config: "EvalConfig", ranks: "R
             num_targets += batch.num_targets
             captions += _captions(family, reader, chunk, batch_rows, config)
         family.module.train(training)
-    [loss] = ranks.sum_floats([loss])
+    loss, stops = ranks.sum_floats([loss, stopped])
+    if stops:
+        return None
     [num_targets] = ranks.sum_ints([num_targets])
     captions = sorted(ranks.gather(captions), key=lambda c: c.key)
     if len({c.key for c in captions}) != num_images:

@@ -32,42 +32,62 @@ _MAX_OVERFLOWS = 20  # halvings of the fp16 loss scale on one batch before it co
 def train(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Step from ``state`` to the end. May be killed at any line and started again.
 
-    Returns the last state and whether it stopped early because a signal asked for it; either way it is saved.
+    Returns the last state and whether it stopped early because a signal asked for it; either way it is saved, but for a
+    run that has not made a step.
     """
-    saved = state.samples_consumed
-    scores: Scores = {}
+    if look(run, state):  # what is due before the first step, or was left by an earlier start
+        finish_save(run)
+        return state, True
+    return _step_on(run, state)
+
+
+def _step_on(run: Run, state: TrainState) -> tuple[TrainState, bool]:
+    saved, stopped = state.samples_consumed, False
     began = time.perf_counter()
     batches = run.loader.global_batches(start=state.samples_consumed)
     for micro_batches, data_wait_s in batches:
         enter(f"step {state.step + 1}")
-        scores = {}
         consumed = count_over_ranks(run, micro_batches, data_wait_s)
         require_usable(run, state, consumed)
         metrics = train_step(run, state, micro_batches, consumed)
         if isinstance(metrics, OutOfMemory):
             batches.close()
-            return train(with_smaller_micro_batches(run, state, metrics), state)
+            return _step_on(with_smaller_micro_batches(run, state, metrics), state)
         if metrics is None:
             state = skip_batch(run, state, micro_batches, consumed)
             continue
         state = state.advance(consumed.samples, consumed.digest, consumed.masked)  # the one line where progress moves
         log_step(run, state, micro_batches, metrics, consumed, time.perf_counter() - began)
-        if run.evaluate and (due(state.step, run.config.eval.every) or state.samples_consumed == run.end):
-            scores = run.evaluate(state)
-        if run.sample and (due(state.step, run.config.watch.captions_every) or state.samples_consumed == run.end):
-            run.sample(state)
-        save_due = due(state.step, run.config.train.save_every) or metrics.save or metrics.stop
-        if save_due or improves(run, state, scores):
-            saved = save(run, state, scores)
+        at_end = state.samples_consumed == run.end
+        if due(state.step, run.config.train.save_every) or metrics.save or metrics.stop or at_end:
+            saved = save(run, state)  # before anything is scored, which may take long
         elif metrics.saved:
             finish_save(run)
-        if metrics.stop:
+        stopped = (metrics.stop and not at_end) or look(run, state)
+        if stopped:
             break
         began = time.perf_counter()  # scoring and saving are no part of a step
     if saved != state.samples_consumed:
-        saved = save(run, state, scores)
+        save(run, state)
     finish_save(run)
-    return state, state.samples_consumed < run.end
+    return state, stopped
+
+
+def look(run: Run, state: TrainState) -> bool:
+    """Score and caption held-out pictures where that is due and not done yet, and save what is the best so far.
+
+    Returns whether a signal asked to stop meanwhile; what is left is for the next start.
+    """
+    at_edge = state.samples_consumed in (0, run.end)
+    if run.evaluate and (at_edge or due(state.step, run.config.eval.every)):
+        scores = run.evaluate(state)
+        if scores is None:
+            return True
+        if state.step and improves(run, state, scores):
+            save(run, state, scores)
+    if run.sample and (at_edge or due(state.step, run.config.watch.captions_every)):
+        return not run.sample(state)
+    return False
 
 
 def train_step(
@@ -207,7 +227,7 @@ def improves(run: Run, state: TrainState, scores: Scores) -> bool:
     return bool(run.ranks.from_main(run.ranks.is_main and run.saver.checkpoints.improves(state.step, scores)))
 
 
-def save(run: Run, state: TrainState, scores: Scores) -> int:
+def save(run: Run, state: TrainState, scores: Scores | None = None) -> int:
     """Begin a checkpoint on rank 0, with the generators of all ranks; the position that it holds.
 
     Training may go on meanwhile; the checkpoint is whole after ``finish_save``.
@@ -225,7 +245,7 @@ def save(run: Run, state: TrainState, scores: Scores) -> int:
             log.sync()
     run.ranks.barrier()  # what every rank trained on is durable before a checkpoint says so
     if snapshot is not None:
-        run.saver.begin(_content(run, state, snapshot, generators, scores), began)
+        run.saver.begin(_content(run, state, snapshot, generators, scores or {}), began)
     if not run.config.checkpoint.asynchronous:
         finish_save(run)
     return state.samples_consumed

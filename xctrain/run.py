@@ -35,8 +35,8 @@ class Run:
     world: dict[str, Any]
     model_id: str
     stop_asked: Callable[[], bool]
-    evaluate: Callable[[TrainState], Scores] | None
-    sample: Callable[[TrainState], None] | None  # captions a few pictures
+    evaluate: Callable[[TrainState], Scores | None] | None  # none if a signal asked to stop meanwhile
+    sample: Callable[[TrainState], bool] | None  # captions a few pictures; false if a signal asked to stop meanwhile
     utilisation: Callable[[Work, int, float], float | None]  # see speed.utilisation
     show: Callable[[TrainState, "StepMetrics", Speed], None]
 

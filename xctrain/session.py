@@ -67,9 +67,6 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             )
             trackers.begin()
             progress.begin(run.num_steps, plan.state, Speedometer(run.loader.num_workers, ranks.local_world_size))
-            if plan.state.samples_consumed == 0:
-                for look in filter(None, (run.evaluate, run.sample)):
-                    look(plan.state)
             state, stopped = train(run, plan.state)
             failed = trackers.end()
         ranks.barrier()
@@ -86,6 +83,8 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             run.log.write(event="stop", step=state.step, samples_consumed=state.samples_consumed, reason=reason)
             run.log.close()
             text = "stopped after saving step {}; start again to go on" if stopped else "done: step {}"
+            if not state.step:
+                text = "stopped at step {}, nothing was to be saved; start again to go on"
             masked = f", {len(state.masked)} of them masked" if state.masked else ""
             print(
                 f"{text.format(state.step)}, {state.samples_consumed} samples{masked}, {config.run.dir}",
@@ -151,6 +150,7 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     family.module.to(ranks.accelerator.device)
     for number, dataset in enumerate(datasets):
         result = evaluate(family, dataset, config.eval, ranks)
+        assert result, "nothing here asks it to stop"
         if ranks.is_main:
             event: dict[str, Any] = {
                 "checkpoint": path.name if path else "base",

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -304,8 +305,8 @@ def start(
         world=world,
         model_id=model_id,
         stop_asked=stop_asked,
-        evaluate=evaluator(config, ranks, engine, family, plan, log),
-        sample=sampler(config, ranks, engine, family, plan, log),
+        evaluate=evaluator(config, ranks, engine, family, plan, log, stop_asked),
+        sample=sampler(config, ranks, engine, family, plan, log, stop_asked),
         utilisation=utilisation(config, family.shape(), ranks.world_size),
         show=show,
     )
@@ -449,28 +450,63 @@ def previous_end(folder: Path, state: TrainState) -> dict[str, Any]:
 
 
 def evaluator(
-    config: Config, ranks: "Ranks", engine: "Engine", family: "Family", plan: Plan, log: JsonLines | None
-) -> "Callable[[TrainState], Scores] | None":
+    config: Config,
+    ranks: "Ranks",
+    engine: "Engine",
+    family: "Family",
+    plan: Plan,
+    log: JsonLines | None,
+    stop_asked: Callable[[], bool],
+) -> "Callable[[TrainState], Scores | None] | None":
     """What scores the held-out split during the run, if the config asks for it; of several datasets the first counts."""
     if config.eval.every is None:
         return None
     from xctrain.evaluate import as_event, evaluate, record
 
-    def score(state: TrainState) -> "Scores":
-        results = []
-        with engine.whole():
-            for number, dataset in enumerate(plan.held_out):
-                results.append(evaluate(family, dataset, config.eval, ranks))
+    def score(state: TrainState) -> "Scores | None":
+        known: dict[str, Scores] = {}
+        if state.samples_consumed == plan.state.samples_consumed:  # an earlier start may have scored it, in part too
+            known = ranks.from_main(scored_at(config, state) if ranks.is_main else None)
+        left = [dataset for dataset in plan.held_out if dataset.source.name not in known]
+        with engine.whole() if left else nullcontext():
+            for dataset in left:
+                result = evaluate(family, dataset, config.eval, ranks, stop_asked)
+                if result is None:
+                    return None
                 if log:
-                    record(results[-1], config.run.dir, state, log, first=number == 0)
-        return as_event(results[0])
+                    record(result, config.run.dir, state, log, first=dataset is plan.held_out[0])
+                known[dataset.source.name] = as_event(result)
+        return known[plan.held_out[0].source.name]
 
     return score
 
 
+def scored_at(config: Config, state: TrainState) -> "dict[str, Scores]":
+    """What the log has of evaluations at a state, by dataset."""
+    found = [e for e in read_lines(config.run.dir / METRICS) if e["event"] == "eval" and not e.get("blank")]
+    about = ("event", "step", "samples_consumed", "time")
+    return {
+        e.get("source", ""): {name: value for name, value in e.items() if name not in about}
+        for e in found
+        if e["samples_consumed"] == state.samples_consumed
+    }
+
+
+def is_complete(config: Config, plan: Plan) -> bool:
+    """Whether nothing is left to train, or to score."""
+    at_end = plan.state.samples_consumed == plan.stream.end
+    return at_end and (config.eval.every is None or bool(scored_at(config, plan.state)))
+
+
 def sampler(
-    config: Config, ranks: "Ranks", engine: "Engine", family: "Family", plan: Plan, log: JsonLines | None
-) -> Callable[[TrainState], None] | None:
+    config: Config,
+    ranks: "Ranks",
+    engine: "Engine",
+    family: "Family",
+    plan: Plan,
+    log: JsonLines | None,
+    stop_asked: Callable[[], bool],
+) -> Callable[[TrainState], bool] | None:
     """What captions a few held-out pictures during the run, if the config asks for it, and draws them on a page."""
     if config.watch.captions_every is None:
         return None
@@ -480,13 +516,18 @@ def sampler(
     dataset = plan.held_out[0]
     few = config.eval.model_copy(update={"num_images": config.watch.num_captions, "blank": False})
 
-    def sample(state: TrainState) -> None:
+    def sample(state: TrainState) -> bool:
+        path = config.run.dir / SAMPLES / f"step-{state.step:08d}.jsonl"
+        if ranks.from_main(path.exists()):  # an earlier start did it
+            return True
         with engine.whole():
-            result = evaluate(family, dataset, few, ranks)
+            result = evaluate(family, dataset, few, ranks, stop_asked)
+        if result is None:
+            return False
         if log:
-            path = config.run.dir / SAMPLES / f"step-{state.step:08d}.jsonl"
             write_captions(path, result.captions)
             write_samples(config.run.dir, dataset.pictures(config.watch.num_captions))
             log.write(event="samples", step=state.step, samples_consumed=state.samples_consumed, path=path.name)
+        return True
 
     return sample

@@ -148,6 +148,29 @@ def test_sigterm_during_an_evaluation_ends_it_and_saves(drawn_shards: Path, tmp_
     assert [line["step"] for line in runs.events(tmp_path / "stopped", "eval")] == [0, 3, 6]
 
 
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
+def test_evaluation_that_is_cut_is_made_up_for_and_what_was_due_is_saved_before(
+    drawn_shards: Path, tmp_path: Path, kill: signal.Signals
+) -> None:
+    scored = {"eval__every": 3, "eval__num_images": 6, "eval__max_new_tokens": 1, "train__num_steps": 6}
+    scored |= {"train__save_every": 3, "checkpoint__best": "loss", "eval__micro_batch": 1}
+    slow, run = {"caption_s": 1.0}, tmp_path / "cut"
+    for step in (3, 6):
+        process = launcher(drawn_shards, run, 2, slow, **scored)
+        wait_for(lambda: newest(run) == run / "checkpoints" / f"step-{step:08d}", process)  # noqa: B023 - called here
+        process.send_signal(kill)
+        runs.finish(process, code=75 if kill == signal.SIGTERM else -9)
+        assert step not in [line["step"] for line in runs.events(run, "eval")]
+    text = runs.finish(launcher(drawn_shards, run, 2, {"caption_s": 0.0}, **scored))
+    assert "done: step 6" in text
+    runs.finish(launcher(drawn_shards, tmp_path / "straight", 2, {"caption_s": 0.0}, **scored))
+    assert same(run, tmp_path / "straight", 6)
+    for name in ("step", "loss"):
+        found = [[line[name] for line in runs.events(each, "eval")] for each in (run, tmp_path / "straight")]
+        assert found[0] == found[1]
+    assert [line["step"] for line in runs.events(run, "eval")] == [0, 3, 6]
+
+
 def test_sigterm_during_the_first_step_saves_after_it(drawn_shards: Path, tmp_path: Path) -> None:
     length = {"train__num_steps": 3}
     process = launcher(drawn_shards, tmp_path / "stopped", 2, {"forward_s": 0.3}, **length)

@@ -26,7 +26,9 @@ def result_of(shards: Path, ranks: Ranks, **settings: object) -> Evaluation:
     torch.manual_seed(5)
     family = TinyFamily(TinyModel(dropout=0.5))
     config = EvalConfig.model_validate({"max_new_tokens": 3, **settings})
-    return evaluate(family, data_of(shards, config.split).datasets[0], config, ranks)
+    result = evaluate(family, data_of(shards, config.split).datasets[0], config, ranks)
+    assert result
+    return result
 
 
 def test_a_few_pictures_are_captioned_on_the_way_and_drawn_on_a_page(drawn_shards: Path, tmp_path: Path) -> None:

@@ -270,8 +270,9 @@ def open_ruined(*_: object) -> tuple[TinyFamily, str]:
 def test_evaluation_stands_in_the_log_once_each(drawn_shards: Path, tmp_path: Path) -> None:
     changes = {"eval__every": 5, "eval__num_images": 4, "eval__max_new_tokens": 2}
     straight = train_here(drawn_shards, tmp_path / "eval", **changes)
-    assert [line["step"] for line in runs.events(tmp_path / "eval", "eval")] == [5, 10]
+    assert [line["step"] for line in runs.events(tmp_path / "eval", "eval")] == [0, 5, 10]
     assert sorted(p.name for p in (tmp_path / "eval" / "captions").iterdir()) == [
+        "step-00000000.jsonl",
         "step-00000005.jsonl",
         "step-00000010.jsonl",
     ]
