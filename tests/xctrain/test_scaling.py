@@ -12,7 +12,7 @@ import runs
 from small import config_of
 
 from xctrain.config import Config
-from xctrain.scaling import Row, as_markdown, duration, last_error, row_of, with_speed_up
+from xctrain.scaling import Row, as_markdown, duration, last_error, merged, row_of, with_speed_up
 
 
 def table(shards: Path, folder: Path, *more: str) -> "runs.subprocess.Popen[str]":
@@ -41,7 +41,7 @@ def test_killed_table_goes_on_and_a_failed_count_is_a_row(drawn_shards: Path, tm
     assert starts[1][0] is None
     assert starts[1][1] >= 2
     rows = {row["gpus"]: row for row in json.loads((out / "scaling.json").read_text())}
-    assert list(rows) == [1, 5, 2]
+    assert list(rows) == [1, 2, 5]
     assert rows[5]["note"].startswith("train.global_batch is 12, which is not processes (5) x train.micro_batch (2)")
     assert rows[5]["epoch_s"] is None
     for count in (1, 2):
@@ -51,6 +51,14 @@ def test_killed_table_goes_on_and_a_failed_count_is_a_row(drawn_shards: Path, tm
         assert rows[count]["bleu4"] is not None
     assert rows[1]["speed_up"] == 1
     assert (out / "scaling.md").read_text() in text
+
+    kept = (out / "scaling.json").read_bytes()
+    text = runs.finish(table(drawn_shards, tmp_path, *options, "train.micro_batch=6", "data.workers=0"), code=2)
+    assert "its runs were made with data.workers=1, train.micro_batch=2, this table has data.workers=0" in text
+    assert "choose another folder with --out" in text
+    runs.finish(table(drawn_shards, tmp_path, "--gpus", "5", "--modes", "ddp"), code=1)
+    assert (out / "scaling.json").read_bytes() == kept
+    assert (out / "ddp-5.log").read_text().count("train.global_batch is 12, which is not") == 3  # of each start
 
 
 @pytest.mark.slow
@@ -69,8 +77,38 @@ def test_stopped_table_says_so(drawn_shards: Path, tmp_path: Path) -> None:
         assert time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    assert "stopped after saving; start again to go on" in runs.finish(process, code=75)
+    assert "stopped; start again to go on" in runs.finish(process, code=75)
     assert not (tmp_path / "run-scaling" / "ddp-2").exists()
+
+
+@pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGINT, 0.06), (signal.SIGTERM, 0.15)])
+def test_signal_in_the_first_moment_of_a_row_stops_the_table(
+    drawn_shards: Path, tmp_path: Path, number: signal.Signals, delay_s: float
+) -> None:
+    process = table(drawn_shards, tmp_path, "--gpus", "1", "2", "--modes", "ddp")
+    assert process.stderr
+    assert process.stderr.readline().startswith("ddp on 1:")
+    time.sleep(delay_s)
+    process.send_signal(number)
+    text = runs.finish(process, code=75)
+    assert "stopped; start again to go on" in text
+    assert "ddp on 2" not in text
+    assert not (tmp_path / "run-scaling" / "scaling.json").exists()
+
+
+def test_failures_with_other_settings_leave_the_table(drawn_shards: Path, tmp_path: Path) -> None:
+    runs.finish(table(drawn_shards, tmp_path, "--gpus", "5", "7", "--modes", "ddp"), code=1)
+    runs.finish(table(drawn_shards, tmp_path, "--gpus", "5", "--modes", "ddp", "train.micro_batch=5"), code=1)
+    rows = json.loads((tmp_path / "run-scaling" / "scaling.json").read_text())
+    assert [(row["gpus"], row["micro_batch"]) for row in rows] == [(5, 5)]
+
+
+def test_table_of_another_kind_is_refused(drawn_shards: Path, tmp_path: Path) -> None:
+    values = tmp_path / "run-scaling" / "scaling.json"
+    values.parent.mkdir()
+    values.write_text('[{"mode": "ddp"}]')
+    text = runs.finish(table(drawn_shards, tmp_path, "--gpus", "1"), code=1)
+    assert f"{values}: is not a table that this version wrote; choose another folder with --out" in text
 
 
 def test_counts_and_modes_that_cannot_be_are_refused(drawn_shards: Path, tmp_path: Path) -> None:
@@ -81,22 +119,39 @@ def test_counts_and_modes_that_cannot_be_are_refused(drawn_shards: Path, tmp_pat
     assert "--modes is dp, expected some of ddp, fsdp, zero1, zero2, zero3" in text
 
 
-def test_reason_of_a_failed_run_is_its_last_error(tmp_path: Path) -> None:
+def test_reason_of_a_failed_run_is_the_last_error_of_its_newest_start(tmp_path: Path) -> None:
     log = tmp_path / "ddp-2.log"
-    log.write_text("no GPU found: 2 CPU processes\nrank 1: error: a | b\nrank 1: more in logs/rank-1.log\n")
+    log.write_text("\n--- now\nno GPU found: 2 CPU processes\nrank 1: error: a | b\nrank 1: more in logs/rank-1.log\n")
     config: Config = config_of(tmp_path, tmp_path)
-    row = row_of(config, 2, "ddp", tmp_path, failed=True)
+    row = row_of(config, 2, "ddp", tmp_path / "ddp-2", failed=True)
     assert row.note == "a | b"
-    assert as_markdown([row]).splitlines()[-1] == "| ddp | 2 | 12 | - | - | - | - | - | - | a \\| b |"
-    log.write_text("Killed\n")
+    assert as_markdown([row]).splitlines()[-1] == "| ddp | 2 | 12 | 4 | - | - | - | - | - | - | a \\| b |"
+    with log.open("a") as file:
+        file.write("\n--- later\nKilled\n")
     assert last_error(log) == "Killed"
-    log.write_text("")
+    with log.open("a") as file:
+        file.write("\n--- last\n")
     assert last_error(log) == "it printed nothing"
+    log.write_text("\n--- now\nerror: step-00000012: saved with a=1; set it to 1, or choose another run.dir\n")
+    assert last_error(log).endswith("set it to 1, or choose another folder with --out")
 
 
 def test_rows_are_compared_with_the_first_that_ran() -> None:
-    rows = [Row("ddp", 1, 8, note="no memory"), Row("ddp", 2, 8, epoch_s=60.0), Row("ddp", 4, 8, epoch_s=40.0)]
+    rows = [
+        Row("ddp", 1, 8, 2, note="no memory"),
+        Row("ddp", 2, 8, 2, epoch_s=60.0),
+        Row("ddp", 4, 8, 2, epoch_s=40.0),
+    ]
     assert [row.speed_up for row in with_speed_up(rows)] == [None, 1.0, 1.5]
+
+
+def test_row_takes_its_place_but_a_failure_not_that_of_figures() -> None:
+    rows = [Row("ddp", 2, 8, 2, epoch_s=60.0), Row("zero2", 2, 8, 2, note="no memory")]
+    rows = merged(rows, Row("ddp", 1, 8, 2, epoch_s=90.0))
+    rows = merged(rows, Row("zero2", 2, 8, 2, epoch_s=45.0))
+    rows = merged(rows, Row("ddp", 2, 8, 2, note="no shards"))
+    assert [(row.mode, row.gpus, row.speed_up) for row in rows] == [("ddp", 1, 1.0), ("ddp", 2, 1.5), ("zero2", 2, 2.0)]
+    assert [row.note for row in rows] == ["", "measured before; now: no shards", ""]
 
 
 @pytest.mark.parametrize(
