@@ -59,6 +59,6 @@ class StopRequest:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-            os.write(2, b"asked to stop: this step is finished and saved; a second signal ends it at once, unsaved\n")
+            os.write(2, b"asked to stop: that is after this step and its save; a second signal ends at once, unsaved\n")
         elif now - self._since > _SAME_SIGNAL_S:
             os._exit(1)

@@ -129,13 +129,12 @@ def test_datasets_of_a_mix_are_scored_each_or_the_one_that_is_named(shards: Path
     scored = {"eval__every": 4, "eval__max_new_tokens": 2, "train__num_steps": 4}
     train_here(Path(mixed(shards, own)), tmp_path / "each", **scored)
     found = [(e["source"], e["num_images"]) for e in runs.events(tmp_path / "each", "eval")]
-    assert found == [("coco", 12), ("own", 4)]
+    assert found == 2 * [("coco", 12), ("own", 4)]
     assert {p.name for p in (tmp_path / "each" / "captions").iterdir()} == {
-        "step-00000004.jsonl",
-        "own-step-00000004.jsonl",
+        f"{source}step-{step:08d}.jsonl" for source in ("", "own-") for step in (0, 4)
     }
     train_here(Path(mixed(shards, own)), tmp_path / "one", **scored, eval__source="own")
-    assert [e["source"] for e in runs.events(tmp_path / "one", "eval")] == ["own"]
+    assert [e["source"] for e in runs.events(tmp_path / "one", "eval")] == ["own", "own"]
     with pytest.raises(ConfigError, match=r"eval.source is other, data.shards has coco, own; choose one of those"):
         make_plan(config_of(Path(mixed(shards, own)), tmp_path / "none", **scored, eval__source="other"), 1)
 
