@@ -137,7 +137,8 @@ def _text_value(model: Any, path: Sequence[str], value: str) -> Any:
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError:
-        return value
+        # A pattern such as [*.q_proj], whose * means something else in YAML.
+        return [part.strip() for part in value[1:-1].split(",")] if listed and value.endswith("]") else value
     if any(map(_fields, _members(annotation))) and read is not None and not isinstance(read, dict):
         return value  # a section that may be given as one text, such as a path
     if isinstance(read, str):

@@ -362,7 +362,7 @@ class CheckpointConfig(_Section):
 
     @model_validator(mode="after")
     def _pushable(self) -> "CheckpointConfig":
-        if self.push is not None and (not is_remote(self.push) or self.push.startswith("http")):
+        if self.push is not None and (not is_remote(self.push) or self.push.startswith(("http", "file:", "local:"))):
             raise ValueError(
                 f"checkpoint.push is {self.push}, expected an address that takes files, such as s3://bucket/runs/name; to copy "
                 "to another disk, let run.dir lie there"

@@ -15,7 +15,9 @@ from xctrain.hostmemory import available_bytes
 from xctrain.largest import Length
 from xctrain.loader import num_workers
 from xctrain.memory import KINDS, Tally
+from xctrain.start import datasets_to_score
 from xctrain.state import TrainState
+from xctrain.trackers import require_trackers
 
 if TYPE_CHECKING:
     from xctrain.models import Family
@@ -65,6 +67,11 @@ def make_plan(config: Config, gpus: int) -> Plan:
     segments = resume.next_segments(config, TrainState(), data)
     steps, end = resume.run_length(config, segments, data.order(segments))
     refused = []
+    for required in (require_trackers, datasets_to_score):
+        try:
+            required(config)
+        except ConfigError as error:
+            refused.append(str(error))
     micro_batches: int | None = None
     try:
         micro_batches = accumulation(config.train.global_batch, max(1, gpus), config.train.micro_batch)

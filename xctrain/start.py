@@ -96,6 +96,22 @@ def make_run_folder(folder: Path) -> None:
         ) from None
 
 
+def datasets_to_score(config: Config) -> list[Dataset]:
+    """What is captioned on the way; nothing unless the config asks for it.
+
+    Raises:
+        ConfigError: there is no such split.
+    """
+    if config.eval.every is None and config.watch.captions_every is None:
+        return []
+    try:
+        return held_out(config.data, config.eval.split, config.eval.source)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; set eval.split to one of those, or eval.every=null and watch.captions_every=null to caption none"
+        ) from None
+
+
 def make_plan(config: Config, world_size: int) -> Plan:
     """Check data, batch and resume against the config, in the first second.
 
@@ -107,14 +123,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     require_run_folder(config.run.dir)
     require_trackers(config)
     data = open_data(config.data)
-    scored: list[Dataset] = []
-    if config.eval.every is not None or config.watch.captions_every is not None:
-        try:
-            scored = held_out(config.data, config.eval.split, config.eval.source)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}; set eval.split to one of those, or eval.every=null and watch.captions_every=null to caption none"
-            ) from None
+    scored = datasets_to_score(config)
     accumulation(config.train.global_batch, world_size, config.train.micro_batch)
     point, notes = resume.find(config, data)
     require_whole([*data.datasets, *scored], full=config.data.verify == "full")

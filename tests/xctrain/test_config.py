@@ -26,6 +26,17 @@ def test_unknown_section_names_the_nearest_known_one() -> None:
     assert "trian is not a setting; did you mean train?" in refused("train.num_steps=5", "trian.seed=3")
 
 
+def test_list_of_patterns_needs_no_quotes() -> None:
+    config = load_settings(Config, None, ["train.epochs=1", "model.freeze=[*.vision.*, *]"])
+    assert config.model.freeze == ("*.vision.*", "*")
+
+
+@pytest.mark.parametrize("address", ["runs/copy", "file:///data/runs", "https://host/runs"])
+def test_address_that_takes_no_files_is_no_place_for_checkpoints(address: str) -> None:
+    text = refused("train.num_steps=5", f"checkpoint.push={address}")
+    assert f"checkpoint.push is {address}, expected an address that takes files, such as s3://bucket/runs/name" in text
+
+
 def test_both_lengths_are_refused() -> None:
     text = refused("train.num_steps=5", "train.epochs=2")
     assert "train.num_steps or train.epochs: both are set; give exactly one" in text

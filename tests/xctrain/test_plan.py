@@ -88,13 +88,16 @@ class TestCommand:
     def test_refuses_what_the_run_would_refuse(
         self, drawn_shards: Path, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        changes = {"model__max_length": 20}
+        changes = {"model__max_length": 20, "eval__every": 5, "eval__split": "test"}
         code = main(["plan", os.devnull, *settings(base, drawn_shards, tmp_path, **changes), "--gpus", "5"])
 
         text = capsys.readouterr().out
         assert code == 2
         assert "refused: train.global_batch is 12, which is not processes (5) x train.micro_batch (2)" in text
         assert "1, 2, 3, 6 processes are possible" in text
+        assert (
+            "refused: " in text.partition("set eval.split to one of those, or eval.every=null")[0].rpartition("\n")[2]
+        )
         assert "refused: model.max_length is 20: 100 of 100 samples would lose their target, 000000000000 needs" in text
 
     def test_builds_the_tiny_model(self, drawn_shards: Path, tmp_path: Path) -> None:
