@@ -19,8 +19,8 @@ def best_step(scores: Mapping[int, Scores], metric: Metric | None) -> int | None
     values = {step: found for step in sorted(scores) if (found := _value(scores[step], metric)) is not None}
     if not values:
         return None
-    how = _how(scores[max(values)])
-    comparable = [step for step in values if _how(scores[step]) == how]
+    images = scored_images(scores[max(values)])
+    comparable = [step for step in values if scored_images(scores[step]) == images]
     return min(comparable, key=lambda step: values[step] if metric == "loss" else -values[step])
 
 
@@ -29,7 +29,8 @@ def _value(scores: Scores, metric: Metric | None) -> float | None:
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _how(scores: Scores) -> tuple[Any, ...]:
+def scored_images(scores: Scores) -> tuple[Any, ...]:
+    """Which images a score was made on, as far as it says."""
     return tuple(scores.get(name) for name in _HOW)
 
 

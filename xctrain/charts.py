@@ -10,6 +10,7 @@ Point = tuple[float, float]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 24  # room around the plot for the axes, in SVG units
 _MARK_ROOM = 22  # more room on top where events are named
+_MARK_APART = 3  # between the lines of events at one step
 _LOG_RANGE = 30  # a wider spread of positive values is drawn on a logarithmic axis
 _CHARACTER = 6.2  # about the width of one character of a label
 
@@ -58,8 +59,12 @@ class Chart:
         if self.from_zero:
             low = min(low, 0.0)
         y_axis = Axis.around(low, high, self.height - _BOTTOM, top, log)
-        body = [self._grid(x_axis, y_axis), *(self._mark(mark, x_axis, top) for mark in self._placed(x_axis))]
-        body += [_curve(line, x_axis, y_axis) for line in lines if line.points]
+        body = [self._grid(x_axis, y_axis), *(self._mark(*placed, top) for placed in self._placed(x_axis))]
+        drawn = [(line, *_places(line, x_axis, y_axis)) for line in lines if line.points]
+        for i, (line, points, places) in enumerate(drawn):
+            later = drawn[i + 1 :] if line.style != "raw" else []  # which is faint and lies under its smoothed one
+            covers = sum(_coincide(places, others) for _, _, others in later)
+            body.append(_curve(line, points, places, covers))
         return f'<svg viewBox="0 0 {self.width} {self.height}" role="img">{"".join(body)}</svg>'
 
     def _grid(self, x_axis: "Axis", y_axis: "Axis") -> str:
@@ -73,23 +78,24 @@ class Chart:
             parts.append(f'<text x="{x:.1f}" y="{self.height - 6}" text-anchor="middle">{short(value)}</text>')
         return "".join(parts)
 
-    def _placed(self, x_axis: "Axis") -> list[tuple[Mark, float | None]]:
-        """Each mark with the right-hand or left-hand end of its label, None where a label would cover the one before."""
-        placed: list[tuple[Mark, float | None]] = []
-        free_from = float(_LEFT)
+    def _placed(self, x_axis: "Axis") -> list[tuple[Mark, float, float | None]]:
+        """Each mark with the place of its line, beside one at the same step, and where its label begins, None where that
+        would cover the one before.
+        """
+        placed: list[tuple[Mark, float, float | None]] = []
+        free_from, last_x = float(_LEFT), -math.inf
         for mark in sorted(self.marks, key=lambda m: m.step):
-            x, length = x_axis.place(mark.step), _CHARACTER * len(mark.label)
+            x = last_x = max(x_axis.place(mark.step), last_x + _MARK_APART)
+            length = _CHARACTER * len(mark.label)
             start = min(x, self.width - _RIGHT - length)
             if start >= free_from:
-                placed.append((mark, start))
+                placed.append((mark, x, start))
                 free_from = start + length + 10
             else:
-                placed.append((mark, None))
+                placed.append((mark, x, None))
         return placed
 
-    def _mark(self, placed: tuple[Mark, float | None], x_axis: "Axis", top: float) -> str:
-        mark, start = placed
-        x = x_axis.place(mark.step)
+    def _mark(self, mark: Mark, x: float, start: float | None, top: float) -> str:
         title = f"<title>{escape(mark.detail or mark.label)}</title>"
         line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 6:.1f}" y2="{self.height - _BOTTOM}"/>'
         label = "" if start is None else f'<text x="{start:.1f}" y="{top - 12:.1f}">{escape(mark.label)}</text>'
@@ -136,17 +142,35 @@ class Axis:
         return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def _curve(line: Line, x_axis: Axis, y_axis: Axis) -> str:
+def wide(chart: Chart) -> str:
+    """A chart as wide as the page, and another for narrow screens, on which its text could not be read."""
+    return (
+        f'<div class="wide">{replace(chart, width=1038, height=320).svg()}</div><div class="narrow">{chart.svg()}</div>'
+    )
+
+
+def _places(line: Line, x_axis: Axis, y_axis: Axis) -> tuple[list[Point], list[Point]]:
     points = thin(line.points, int(x_axis.end - x_axis.start))
-    places = [(x_axis.place(x), y_axis.place(y)) for x, y in points]
+    return points, [(x_axis.place(x), y_axis.place(y)) for x, y in points]
+
+
+def _coincide(one: Sequence[Point], other: Sequence[Point]) -> bool:
+    """Whether most of the shorter curve lies on the other one."""
+    first, second = ({(round(x), round(y)) for x, y in places} for places in (one, other))
+    return 2 * len(first & second) > min(len(first), len(second))
+
+
+def _curve(line: Line, points: Sequence[Point], places: Sequence[Point], covers: int) -> str:
+    """A curve; wider where ``covers`` later ones lie on it, so that it shows beside them."""
+    wider = f' style="stroke-width:{1.8 + 3 * covers:g}px"' if covers else ""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    dots = ""
+    dots, radius = "", 3.5 + 2 * covers
     if line.dots or len(places) == 1:
         dots = "".join(
-            f'<circle class="{line.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"><title>step {x:g}: {y:.4g}</title></circle>'
+            f'<circle class="{line.style}" cx="{px:.1f}" cy="{py:.1f}" r="{radius:g}"><title>step {x:g}: {y:.4g}</title></circle>'
             for (px, py), (x, y) in zip(places, points, strict=True)
         )
-    return f'<path class="curve {line.style}" d="{path}"/>{dots}'
+    return f'<path class="curve {line.style}" d="{path}"{wider}/>{dots}'
 
 
 def finite(points: Sequence[Point]) -> list[Point]:

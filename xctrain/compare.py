@@ -1,31 +1,21 @@
 """Several runs on one HTML page that needs no network: curves over each other, end figures, settings, captions."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from shards.atomic import write_file
-from xctrain.charts import Chart, Line, Mark, Point, finite, smooth
+from xctrain.charts import Chart, Line, Mark, smooth, wide
+from xctrain.endfigures import Compared, end_figures, over, waits_of
 from xctrain.history import Event, History, number
-from xctrain.page import caption, figure, fill, picture, references
+from xctrain.page import caption, fill, picture, references, warnings
 from xctrain.report import SCORES, marks, span_of
 
 NUM_COLOURS = 8  # of the style sheet; further runs have them again, dashed
 NUM_PICTURES = 12
 _PLACES = ("run.dir",)  # settings that differ by necessity
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One of the runs."""
-
-    name: str
-    style: str  # CSS class of its curves
-    history: History
-    audit: Mapping[str, Any] | None
 
 
 def write_comparison(
@@ -60,14 +50,15 @@ def render(runs: Sequence[Compared], images: Mapping[str, bytes]) -> str:
         title=escape(f"{len(runs)} runs compared"),
         subtitle=escape(" · ".join(dict.fromkeys(_model(run.history) for run in runs))),
         legend="".join(f'<span><i class="key {run.style}"></i>{escape(run.name)}</span>' for run in runs),
-        figures=_figures(runs),
+        doubts=warnings(doubt for run in runs for doubt in run.history.doubts()),
+        figures=end_figures(runs),
         axis="steps" if axis == "step" else "samples, as the global batches differ",
-        loss=Chart(
-            [Line(smooth(_over(run.history.steps, axis, "loss"), span_of(run.history)), run.style) for run in runs],
-            [mark for run in runs for mark in _marks(run, axis)],
-            width=1038,
-            height=320,
-        ).svg(),
+        loss=wide(
+            Chart(
+                [Line(smooth(over(run.history.steps, axis, "loss"), span_of(run.history)), run.style) for run in runs],
+                [mark for run in runs for mark in _marks(run, axis)],
+            )
+        ),
         charts="".join(_charts(runs, axis)),
         settings=_settings(runs, differing),
         settings_note=f"{len(differing)} of those in config.yaml and environment.json",
@@ -79,11 +70,6 @@ def render(runs: Sequence[Compared], images: Mapping[str, bytes]) -> str:
 
 def _model(history: History) -> str:
     return str(history.setting("model.path") or history.setting("model.family") or history.name)
-
-
-def _over(events: Sequence[Event], axis: str, name: str) -> list[Point]:
-    pairs = ((number(e.get(axis)), number(e.get(name))) for e in events)
-    return [(x, y) for x, y in pairs if x is not None and y is not None]
 
 
 def _marks(run: Compared, axis: str) -> Iterator[Mark]:
@@ -98,21 +84,21 @@ def _marks(run: Compared, axis: str) -> Iterator[Mark]:
 
 def _charts(runs: Sequence[Compared], axis: str) -> Iterator[str]:
     def steps(name: str) -> list[Line]:
-        return [Line(smooth(_over(r.history.steps, axis, name), span_of(r.history)), r.style) for r in runs]
+        return [Line(smooth(over(r.history.steps, axis, name), span_of(r.history)), r.style) for r in runs]
 
     def evals(name: str) -> list[Line]:
-        return [Line(_over(r.history.evals, axis, name), r.style, dots=True) for r in runs]
+        return [Line(over(r.history.evals, axis, name), r.style, dots=True) for r in runs]
 
     breaks = [replace(mark, label="") for run in runs for mark in _marks(run, axis)]
-    waits = [Line(smooth(_waits(run.history, axis), span_of(run.history)), run.style) for run in runs]
+    waits = [Line(smooth(waits_of(run.history, axis), span_of(run.history)), run.style) for run in runs]
     charts = [
         ("Held-out loss", "", evals("loss"), False),
         *((SCORES[name], "held-out", evals(name), True) for name in ("bleu4", "cider", "rouge_l")),
-        ("Speed", "samples a second", steps("samples_per_s"), True),
-        ("Waiting for data", "% of a step", waits, True),
-        ("Utilisation", "model FLOPs, % of the GPUs' peak", _percent(steps("mfu")), True),
-        ("Gradient norm", "before clipping", steps("grad_norm"), False),
-        ("Learning rate", "", steps("lr"), True),
+        ("Speed", "samples a second, smoothed", steps("samples_per_s"), True),
+        ("Waiting for data", "% of a step, smoothed", waits, True),
+        ("Utilisation", "model FLOPs, % of the GPUs' peak, smoothed", _percent(steps("mfu")), True),
+        ("Gradient norm", "before clipping, smoothed", steps("grad_norm"), False),
+        ("Learning rate", "", [Line(over(r.history.steps, axis, "lr"), r.style) for r in runs], True),
     ]
     for title, unit, lines, from_zero in charts:
         if any(line.points for line in lines):
@@ -124,69 +110,7 @@ def _percent(lines: Sequence[Line]) -> list[Line]:
     return [replace(line, points=[(x, 100 * y) for x, y in line.points]) for line in lines]
 
 
-def _waits(history: History, axis: str) -> list[Point]:
-    whole = dict(_over(history.steps, axis, "step_s"))
-    return [(x, 100 * y / whole[x]) for x, y in _over(history.steps, axis, "data_wait_s") if whole.get(x)]
-
-
-# End figures and settings
-
-
-def _figures(runs: Sequence[Compared]) -> str:
-    """A table with a row for each run; the best figure of a column stands out."""
-    columns: dict[str, list[tuple[str, float | None]]] = {}
-    for run in runs:
-        for name, text, rank in _row(run):
-            columns.setdefault(name, []).append((text, rank))
-    shown = {name: cells for name, cells in columns.items() if any(text != "–" for text, _ in cells)}
-    best = {
-        name: max((rank for _, rank in cells if rank is not None), default=None)
-        for name, cells in shown.items()
-        if len({text for text, _ in cells}) > 1
-    }
-    head = "<tr><th>Run</th>" + "".join(f"<th>{escape(name)}</th>" for name in shown) + "</tr>"
-    rows = []
-    for i, run in enumerate(runs):
-        cells = []
-        for name, column in shown.items():
-            text, rank = column[i]
-            style = ' class="best"' if rank is not None and rank == best.get(name) else ""
-            cells.append(f"<td{style}>{escape(text)}</td>")
-        rows.append(f'<tr><td><i class="key {run.style}"></i>{escape(run.name)}</td>{"".join(cells)}</tr>')
-    table = f'<table class="tight">{head}{"".join(rows)}</table>'
-    return f'<h2>In the end</h2><div class="card"><div class="scroll">{table}</div></div>'
-
-
-def _row(run: Compared) -> Iterator[tuple[str, str, float | None]]:
-    """Heading, text and rank of each figure; the highest rank is the best, none where there is no better."""
-    history = run.history
-    last: Event = history.steps[-1] if history.steps else {}
-    scored: Event = history.evals[-1] if history.evals else {}
-    yield "Steps", figure(last.get("step"), 0), None
-    yield "Epochs", figure(last.get("epoch"), 1), None
-    losses = smooth(history.curve("loss"), span_of(history))
-    yield "Loss", figure(losses[-1][1] if losses else None), -losses[-1][1] if losses else None
-    for name in ("loss", "bleu4", "cider", "rouge_l"):
-        value = number(scored.get(name))
-        rank = None if value is None else -value if name == "loss" else value
-        yield "Held-out loss" if name == "loss" else SCORES[name], figure(value), rank
-    speed = _median(history, "samples_per_s")
-    yield "Samples/s", figure(speed, 1), speed
-    for heading, name, digits in (("Step, s", "step_s", 3), ("MFU", "mfu", 2)):
-        yield heading, figure(_median(history, name), digits), None
-    waits = [y for _, y in _waits(history, "step")]
-    yield "Waiting", f"{statistics.mean(waits):.0f} %" if waits else "–", None
-    yield "GB", figure(last.get("max_memory_gb"), 2), None
-    yield "Processes", ", ".join(dict.fromkeys(str(s.get("world_size", "?")) for s in history.starts)) or "–", None
-    yield "Kills", str(sum(s.get("previous_end") == "killed" for s in history.starts[1:])), None
-    verdict = "not audited" if run.audit is None else "exactly once" if run.audit.get("ok") else "failed"
-    yield "Audit", verdict, None
-
-
-def _median(history: History, name: str) -> float | None:
-    """Over the second half of the run, when caches are filled."""
-    values = [y for _, y in finite(history.curve(name))]
-    return statistics.median(values[len(values) // 2 :]) if values else None
+# Settings
 
 
 def differences(runs: Sequence[Compared]) -> Iterator[tuple[str, list[str | None]]]:

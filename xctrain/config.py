@@ -448,6 +448,12 @@ class WatchConfig(_Section):
         "written to run.dir/trackers, as nothing leaves the machine unasked",
     )
 
+    @model_validator(mode="after")
+    def _each_tracker_once(self) -> "WatchConfig":
+        if twice := [name for name in self.trackers if self.trackers.count(name) > 1]:
+            raise ValueError(f"watch.trackers names {twice[0]} more than once; name each once")
+        return self
+
 
 class Config(_Section):
     """One training job."""

@@ -192,7 +192,7 @@ def _check_four_bit() -> Finding:
     error = float((product - wanted).norm() / wanted.norm())
     ok = error < _FOUR_BIT_ERROR
     step = "" if ok else "reinstall bitsandbytes, in the version of requirements.lock; until then no adapter.kind=qlora"
-    return Finding("4-bit product", ok, f"on {device}, {error:.1%} off", step)
+    return Finding("4-bit product", ok, f"on {device}, within {error:.1%}; 4 bits give 8 to 10 %", step)
 
 
 def _check_all_reduce() -> Finding:

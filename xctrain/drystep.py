@@ -104,6 +104,8 @@ def settle(ranks: Ranks, module: nn.Module, batch: Batch, config: Config) -> Eng
     """
     compiled = ", which compiles the layers" if config.train.compile else ""
     enter(f"dry step on the largest samples{compiled}", _COMPILE_S if compiled else 0)
+    if compiled and ranks.is_main:
+        print("compiling the model's repeated layers (train.compile), which may take minutes", file=sys.stderr)
     engine = share(ranks, module, config)
     engine.accumulate([batch], 1)
     unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
@@ -156,4 +158,7 @@ def first_caption(
         if ranks.is_main:
             [row] = rows_of([sample], reader, config, count=1)
             [text] = family.generate([row.image], config.eval.max_new_tokens)
-            print(f"{sample.key}: before this start trains, the model says: {text or '(nothing)'}", file=sys.stderr)
+            said = "".join(
+                c if c.isprintable() else " " for c in text
+            ).strip()  # an untrained model says control characters too
+            print(f"{sample.key}: before this start trains, the model says: {said or '(nothing)'}", file=sys.stderr)

@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,16 @@ from shards.settings import load_settings
 from xctrain.config import Config
 from xctrain.log import METRICS, SAMPLES, read_lines
 from xctrain.processes import die_with_parent
-from xctrain.tracked import Opened, Point, Sample, environment_of, open_tracker, save_status, tracker_folder
+from xctrain.tracked import (
+    Opened,
+    Point,
+    Sample,
+    environment_of,
+    open_tracker,
+    save_status,
+    tracker_folder,
+    tracker_log,
+)
 
 END = b"end\n"
 _POLL_S = 0.5
@@ -37,22 +47,21 @@ def main(argv: list[str]) -> int:
     os.nice(5)
     screen = os.fdopen(os.dup(2), "w")
     os.dup2(1, 2)  # what trackers say goes to a file
-    folder = tracker_folder(run_dir, name)
-    folder.parent.mkdir(exist_ok=True)
-    os.chdir(folder.parent)
-    config = load_settings(Config, run_dir / "config.yaml").moved_to(run_dir)
-    os.environ.update(environment_of(config, folder))
-    run_id = newest_run_id(run_dir / METRICS)
     failures, first, pause = 0, "", 1.0
     while True:
         save_status(run_dir, name, failures, first)
         last_try = told_to_end(0)
         try:
-            feed(open_tracker(config, name, folder, run_id), run_dir / METRICS)
+            feed(begin(run_dir, name), run_dir / METRICS)
         except Exception as error:  # noqa: BLE001 - a tracker may raise anything
             failures, first = failures + 1, first or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if failures == 1:
-                print(f"tracker {name}: {first}; training goes on, it is tried again", file=screen, flush=True)
+                traceback.print_exc()
+                print(
+                    f"tracker {name}: {first}; training goes on, it is tried again; more in {tracker_log(run_dir, name)}",
+                    file=screen,
+                    flush=True,
+                )
         else:
             return 0
         if last_try:
@@ -60,6 +69,16 @@ def main(argv: list[str]) -> int:
             return 1
         told_to_end(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def begin(run_dir: Path, name: str) -> Opened:
+    """Open the tracker in its folder, where the run left off."""
+    folder = tracker_folder(run_dir, name)
+    folder.parent.mkdir(exist_ok=True)
+    os.chdir(folder.parent)
+    config = load_settings(Config, run_dir / "config.yaml").moved_to(run_dir)
+    os.environ.update(environment_of(config, folder))
+    return open_tracker(config, name, folder, newest_run_id(run_dir / METRICS))
 
 
 def feed(opened: Opened, log: Path) -> None:

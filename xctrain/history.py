@@ -25,11 +25,13 @@ class History:
     captions: dict[int, dict[str, Event]]  # by step, then by key: of evaluations and of samples on the way
     config: dict[str, Any]
     environment: dict[str, Any]
+    damaged: list[str]  # lines of metrics.jsonl that are not JSON, and so left out
 
     @classmethod
     def read(cls, run_dir: Path) -> "History":
-        """Read what is there; a torn last line and absent files are passed over."""
-        events = [line for line in read_lines(run_dir / METRICS) if isinstance(line, dict)]
+        """Read what is there; a torn last line, damaged ones and absent files are passed over."""
+        damaged: list[str] = []
+        events = [line for line in read_lines(run_dir / METRICS, damaged) if isinstance(line, dict)]
         kinds: dict[str, list[Event]] = {"step": [], "eval": [], "start": [], "stop": []}
         for event in events:
             kinds.setdefault(str(event.get("event")), []).append(event)
@@ -46,11 +48,17 @@ class History:
             captions=_captions(run_dir),
             config=_mapping(run_dir / "config.yaml"),
             environment=_mapping(run_dir / "environment.json"),
+            damaged=damaged,
         )
 
     def curve(self, name: str) -> list[Point]:
         """A field of the step lines over steps."""
         return curve(self.steps, name)
+
+    def doubts(self) -> list[str]:
+        """What a reader of the run's page has to know."""
+        found = [f"{line}; drawn is the rest" for line in self.damaged]
+        return found if self.steps else [*found, f"{self.name}: no step was trained, or none is in the log"]
 
     def setting(self, name: str) -> Any:
         """A field of the config, None where it is not set."""
@@ -76,7 +84,7 @@ def _captions(run_dir: Path) -> dict[int, dict[str, Event]]:
     for folder in (SAMPLES, CAPTIONS):
         for path in (run_dir / folder).glob("step-*.jsonl"):
             digits = path.stem.removeprefix("step-")
-            lines = {str(line.get("key")): line for line in read_lines(path) if isinstance(line, dict)}
+            lines = {str(line.get("key")): line for line in read_lines(path, []) if isinstance(line, dict)}
             if digits.isdecimal() and lines:
                 found.setdefault(int(digits), {}).update(lines)
     return found

@@ -52,11 +52,11 @@ class JsonLines:
         self._file.close()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Every whole line of a log; none when there is no such file. A torn last line, left by a kill, is passed over.
 
     Raises:
-        UserError: a line that is not the last one is not JSON.
+        UserError: a line that is not the last one is not JSON; with ``damaged``, it is named there and left out.
     """
     if not path.exists():
         return
@@ -65,8 +65,31 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:
-                if line.endswith("\n"):
-                    raise UserError(f"{path}: line {number} is not JSON; remove that line", path=path) from None
+                if not line.endswith("\n"):
+                    continue
+                found = f"{path}: line {number} is not JSON"
+                if damaged is None:
+                    raise UserError(f"{found}; {_way_out(path)}", path=path) from None
+                damaged.append(found)
+
+
+def require_whole_log(run_dir: Path) -> None:
+    """Refuse a damaged log before a model is loaded for it.
+
+    Raises:
+        UserError: a line is not JSON.
+    """
+    for _ in read_lines(run_dir / METRICS):
+        pass
+
+
+def _way_out(path: Path) -> str:
+    if path.name != METRICS and not path.match(keys_name(0).replace("0", "*")):
+        return "remove that line"
+    return (
+        "put it back from a copy of the run; a removed line is gone for the audit, which misses its step for good, unless "
+        "training goes back to a checkpoint before it (train.resume=RUN/checkpoints/step-N) and writes it again"
+    )
 
 
 def cut_back(run_dir: Path, samples_consumed: int) -> None:

@@ -44,6 +44,11 @@ def cell(value: Any) -> str:
     return f'<td class="bad">{text}</td>' if isinstance(value, Bad) else f"<td>{text}</td>"
 
 
+def warnings(texts: Iterable[Any]) -> str:
+    """A paragraph each."""
+    return "".join(f'<p class="note warn">{escape(str(text))}</p>' for text in texts)
+
+
 def figure(value: Any, digits: int = 3) -> str:
     """A score, or a dash where there is none."""
     read = number(value)

@@ -9,10 +9,10 @@ from typing import Any
 
 from shards.atomic import write_file
 from xctrain.best import best_step
-from xctrain.charts import Chart, Line, Mark, finite, smooth
+from xctrain.charts import Chart, Line, Mark, finite, smooth, wide
 from xctrain.gallery import gallery, note
 from xctrain.history import Event, History, curve, number
-from xctrain.page import figure, fill, table
+from xctrain.page import figure, fill, table, warnings
 from xctrain.proof import audit_table, verdict
 
 SCORES = {
@@ -56,11 +56,12 @@ def render(history: History, audit: Mapping[str, Any] | None, images: Mapping[st
         "report.html",
         name=escape(history.name),
         subtitle=_subtitle(history),
+        doubts=warnings(history.doubts()),
         tiles="".join(
             f'<div class="card tile"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s in tiles(history)
         ),
         verdict=verdict(audit),
-        loss=_loss_chart(history),
+        loss=wide(_loss_chart(history)),
         loss_legend=_legend(history),
         charts=_charts(history),
         scores=_scores(history),
@@ -94,7 +95,7 @@ def marks(starts: Sequence[Event]) -> list[Mark]:
 def tiles(history: History) -> list[tuple[str, str]]:
     """The few numbers that say how it went."""
     last = history.steps[-1] if history.steps else {}
-    shown = [(f"{int(number(last.get('step')) or 0):,}", "steps")]
+    shown = [(f"{int(number(last.get('step')) or 0):,}" if history.steps else "No", "steps")]
     samples = number(last.get("samples_consumed"))
     if samples is not None:
         epochs = number(last.get("epoch"))
@@ -134,14 +135,14 @@ def span_of(history: History) -> int:
     return max(5, len(history.steps) // 40)
 
 
-def _loss_chart(history: History) -> str:
+def _loss_chart(history: History) -> Chart:
     points = history.curve("loss")
     lines = [
         Line(points, "raw"),
         Line(smooth(points, span_of(history))),
         Line(curve(history.evals, "loss"), "held", dots=True),
     ]
-    return Chart(lines, marks(history.starts), width=1038, height=320).svg()
+    return Chart(lines, marks(history.starts))
 
 
 def _legend(history: History) -> str:
@@ -230,9 +231,9 @@ def _scores(history: History) -> str:
         f"greedy captions{f', prompt “{prompt}”' if prompt else ''}"
     )
     last = history.evals[-1].get("warnings")
-    warnings = "".join(f'<p class="note warn">{escape(str(w))}</p>' for w in (last if isinstance(last, list) else ()))
     body = f'<div class="scroll"><table>{"".join(rows)}</table></div>'
-    return f'<div class="card">{body}{warnings}<p class="note">{escape(how)}</p></div>'
+    doubts = warnings(last if isinstance(last, list) else ())
+    return f'<div class="card">{body}{doubts}<p class="note">{escape(how)}</p></div>'
 
 
 def _change(name: str, before: Any, after: Any) -> str:

@@ -14,6 +14,7 @@ from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
 from xctrain.data import held_out, open_data
 from xctrain.errors import ConfigError, TrainError
+from xctrain.log import require_whole_log
 from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.reading import begin_reading
@@ -47,6 +48,7 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
         held = ranks.agree(lambda: lock(config) if ranks.is_main else None)
         for note in ranks.agree(lambda: bring.fetch_run(config) if ranks.is_main else []):
             print(note, file=sys.stderr)
+        ranks.agree(lambda: require_whole_log(config.run.dir) if ranks.is_main else None)
         plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
         ranks.agree(lambda: push.claim(config) if ranks.is_main else None)
         require_one_folder(config, ranks, plan)
@@ -251,6 +253,7 @@ def report_runs(run_dirs: Sequence[Path], out: Path | None, shards: Sequence[str
         ConfigError: one is no run folder, or ``out`` cannot be written.
     """
     from xctrain.compare import write_comparison
+    from xctrain.history import History
     from xctrain.report import write_report
 
     configs = [config_of(run_dir) for run_dir in run_dirs]
@@ -259,6 +262,8 @@ def report_runs(run_dirs: Sequence[Path], out: Path | None, shards: Sequence[str
         raise ConfigError(f"--out is {out}, {found}; give a file in a folder that is there", path=out)
     if len({run_dir.resolve() for run_dir in run_dirs}) < len(run_dirs):
         raise ConfigError(f"{run_dirs[0]}: the same run twice; give each run once")
+    for doubt in (doubt for run_dir in run_dirs for doubt in History.read(run_dir).doubts()):
+        print(doubt, file=sys.stderr)
     audits = [_audited(run_dir, shards) for run_dir in run_dirs]
     images = _gallery(configs[0], shards)
     if len(run_dirs) == 1:

@@ -397,6 +397,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
+def gpu_name() -> str | None:
+    """The kind of GPU that this rank has, None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def open_logs(
     config: Config, ranks: "Ranks", plan: Plan, world: dict[str, Any]
 ) -> tuple[JsonLines | None, JsonLines | None]:
@@ -415,7 +422,8 @@ def open_logs(
             if int(path.stem.rpartition("step-")[2]) > state.step:
                 path.unlink()
         write_file(folder / "config.yaml", config.to_yaml().encode())
-        environment = {**world, "platform": platform.platform(), "command": sys.argv, "started_in": str(Path.cwd())}
+        about = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu_name()}
+        environment = {**world, **about, "command": sys.argv, "started_in": str(Path.cwd())}
         write_file(folder / "environment.json", json.dumps(environment, indent=1).encode())
         log = JsonLines(folder / METRICS)
         log.write(

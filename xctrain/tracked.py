@@ -198,6 +198,11 @@ def tracker_folder(run_dir: Path, name: str) -> Path:
     return run_dir / "trackers" / name
 
 
+def tracker_log(run_dir: Path, name: str) -> Path:
+    """Where what a tracker's process prints lies."""
+    return run_dir / "logs" / f"tracker-{name}.log"
+
+
 def read_status(run_dir: Path, name: str) -> dict[str, Any]:
     """What is remembered of a tracker: failures of this start, and the first of them."""
     try:
@@ -214,4 +219,4 @@ def save_status(run_dir: Path, name: str, failures: int, first: str) -> None:
 
 
 def _status_path(run_dir: Path, name: str) -> Path:
-    return tracker_folder(run_dir, name).with_suffix(".json")
+    return tracker_log(run_dir, name).with_suffix(".json")  # not among its own files, which may be what fails

@@ -6,6 +6,7 @@ Training writes its log and knows no more of them: a tracker that hangs, raises 
 import os
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from typing import Any
@@ -14,9 +15,8 @@ from xctrain import phase
 from xctrain.config import Config
 from xctrain.errors import ConfigError
 from xctrain.follow import END
-from xctrain.tracked import read_status
+from xctrain.tracked import read_status, tracker_log
 
-LOGS = "logs"
 _DRAIN_S = 60.0  # how long the end of a run waits for its trackers to take the rest
 _KILL_S = 10.0
 # What makes a process a rank in the eyes of Accelerate, with the variables of all launchers that it knows.
@@ -60,11 +60,12 @@ class Trackers:
         self._names = config.watch.trackers if shown else ()
         self._run_dir = config.run.dir
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ending = False
 
     def begin(self) -> None:
         """Start them; the log has been cut back to where the run goes on."""
         for name in self._names:
-            log = self._run_dir / LOGS / f"tracker-{name}.log"
+            log = tracker_log(self._run_dir, name)
             log.parent.mkdir(exist_ok=True)
             environment = {k: v for k, v in os.environ.items() if not k.startswith((*_OF_A_RANK, phase.VARIABLE))}
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -72,9 +73,11 @@ class Trackers:
             with log.open("ab") as output:
                 process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=output)
             self._processes[name] = process
+            threading.Thread(target=self._watch, args=(name, process), daemon=True).start()
 
     def end(self) -> list[dict[str, Any]]:
         """Let them take the rest and end; what failed, by tracker, as the log has it."""
+        self._ending = True
         for process in self._processes.values():
             assert process.stdin
             try:
@@ -90,10 +93,21 @@ class Trackers:
 
     def __exit__(self, *_: object) -> None:
         """Leave none behind, as after an error; what they lack they get at the next start."""
+        self._ending = True
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+    def _watch(self, name: str, process: "subprocess.Popen[bytes]") -> None:
+        """Say at once that it ended by itself, which it does not while it can try again."""
+        code = process.wait()
+        if not self._ending:
+            print(
+                f"tracker {name}: its process ended with exit code {code}; training goes on without it, the next start of "
+                f"the run sends what it lacks; more in {tracker_log(self._run_dir, name)}",
+                file=sys.stderr,
+            )
 
     def _end(self, name: str, process: "subprocess.Popen[bytes]", until: float) -> dict[str, Any] | None:
         try:
@@ -111,7 +125,7 @@ class Trackers:
         lacks = "" if process.returncode == 0 else "; the next start of the run sends what it lacks"
         print(
             f"tracker {name}: failed {failures} time{'' if failures == 1 else 's'}, first: {first}{lacks}; "
-            f"{self._run_dir / 'metrics.jsonl'} is whole",
+            f"{self._run_dir / 'metrics.jsonl'} is whole, more in {tracker_log(self._run_dir, name)}",
             file=sys.stderr,
         )
         return {"tracker": name, "failures": failures, "first": first, "whole": process.returncode == 0}

@@ -42,6 +42,17 @@ def test_caption_before_training_moves_nothing(
     assert runs.weights(tmp_path / "restless", 10) == runs.weights(tmp_path / "plain", 10)
 
 
+def test_caption_without_anything_to_read_is_said_to_be_nothing(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Silent(TinyFamily):
+        def generate(self, images: Sequence[Any], max_new_tokens: int) -> list[str]:
+            return [" \x00\n" for _ in images]
+
+    train_here(drawn_shards, tmp_path, lambda *_: (Silent(TinyModel(dropout=0.0)), "tiny"), train__num_steps=1)
+    assert "the model says: (nothing)\n" in capsys.readouterr().err
+
+
 def test_model_that_cannot_write_captions_does_not_train(drawn_shards: Path, tmp_path: Path) -> None:
     class Mute(TinyFamily):
         def generate(self, images: Sequence[Any], max_new_tokens: int) -> list[str]:
@@ -59,11 +70,14 @@ def test_mode_that_cannot_write_one_says_why(drawn_shards: Path, tmp_path: Path)
     ) in runs.train(drawn_shards, tmp_path, parallel__mode="fsdp", train__num_steps=2)
 
 
-def test_compiling_a_model_without_repeated_layers_is_refused(drawn_shards: Path, tmp_path: Path) -> None:
+def test_compiling_a_model_without_repeated_layers_is_refused(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(
         ConfigError, match=r"train\.compile is true, TinyModel has no list of repeated layers to compile"
     ):
         train_here(drawn_shards, tmp_path, open_tiny, train__compile=True)
+    assert capsys.readouterr().err.count("compiling the model's repeated layers") == 1
 
 
 def test_compiling_without_a_compiler_is_refused(

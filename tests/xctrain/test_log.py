@@ -48,8 +48,17 @@ def test_torn_last_line_is_passed_over(tmp_path: Path) -> None:
 def test_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / METRICS
     path.write_text('{"samples_consumed": 1}\n{"samples\n{"samples_consumed": 2}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl: line 2 is not JSON; remove that line"):
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl: line 2 is not JSON; put it back .* gone for the audit.*train.resume="
+    ):
         positions(path)
+    damaged: list[str] = []
+    assert [line["samples_consumed"] for line in read_lines(path, damaged)] == [1, 2]
+    assert damaged == [f"{path}: line 2 is not JSON"]
+    captions = tmp_path / "step-00000001.jsonl"
+    captions.write_text("{\n{}\n")
+    with pytest.raises(UserError, match=r"line 1 is not JSON; remove that line"):
+        list(read_lines(captions))
 
 
 def test_full_disk_is_named_with_the_log(tmp_path: Path) -> None:

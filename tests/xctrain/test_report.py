@@ -186,7 +186,7 @@ def test_a_run_without_evaluations_has_curves_all_the_same(run_dir: Path) -> Non
     Page(text)
     assert "This run was not evaluated" in text
     assert "No captions of held-out pictures yet" in text
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 6  # that of the loss twice, for wide and narrow screens
 
 
 def test_one_set_of_captions_is_not_shown_as_before_and_after(run_dir: Path) -> None:
@@ -212,6 +212,19 @@ def test_not_finite_values_are_left_out_of_a_curve() -> None:
     assert "nan" not in svg
     assert "inf" not in svg
     assert svg.count("L") == 1
+
+
+def test_a_curve_shows_beside_one_that_lies_on_it() -> None:
+    curve, other = [(x, x * x) for x in range(10)], [(x, 50 - x) for x in range(10)]
+    for points, wider in ((curve, True), (other, False)):
+        svg = Chart([Line(curve, "s0"), Line(points, "s1")]).svg()
+        assert bool(re.search(r'class="curve s0" d="[^"]*" style="stroke-width', svg)) == wider
+        assert not re.search(r'class="curve s1" d="[^"]*" style', svg)
+
+
+def test_marks_at_one_step_stand_side_by_side() -> None:
+    svg = Chart([Line([(0, 1.0), (1000, 2.0)])], [Mark(500, "killed"), Mark(500, "killed")]).svg()
+    assert len(set(re.findall(r'</title><line x1="([\d.]+)"', svg))) == 2
 
 
 def test_labels_that_would_cover_each_other_are_left_to_the_tooltip() -> None:

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import runs
 from conftest import drawn_sample
-from small import config_of, data_of, train_here
+from small import audit_of, config_of, data_of, train_here
 
 from xctrain import __main__ as main
 from xctrain import progress
@@ -39,6 +40,25 @@ def pictures(tmp_path: Path) -> Path:
     for number in range(2):
         (folder / f"{number}.PNG").write_bytes(drawn_sample(number).image)
     return folder
+
+
+def test_a_damaged_log_is_found_before_the_model_is_loaded_and_mended_as_it_says(
+    drawn_shards: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    small = {"train__save_every": 2, "train__micro_batch": 4, "data__workers": 0}
+    train_here(drawn_shards, run, **small)
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    [number] = [n for n, line in enumerate(lines) if '"event":"step","step":9,' in line]
+    log.write_text("".join([*lines[:number], '{"event":\n', *lines[number + 1 :]]))
+    said = runs.train(drawn_shards, run, code=1, train__num_steps=12, train__resume_with="train.num_steps", **small)
+    assert re.search(rf"metrics.jsonl: line {number + 1} is not JSON; .*train.resume=RUN/checkpoints/step-N", said)
+    assert "weights in" not in said, "the model was loaded"
+    log.write_text("".join([*lines[:number], *lines[number + 1 :]]))
+    assert not audit_of(run).ok
+    train_here(drawn_shards, run, **small, train__resume=str(run / "checkpoints/step-00000008"))
+    assert audit_of(run).ok
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
