@@ -162,7 +162,7 @@ def _coincide(one: Sequence[Point], other: Sequence[Point]) -> bool:
 
 def _curve(line: Line, points: Sequence[Point], places: Sequence[Point], covers: int) -> str:
     """A curve; wider where ``covers`` later ones lie on it, so that it shows beside them."""
-    wider = f' style="stroke-width:{1.8 + 3 * covers:g}px"' if covers else ""
+    wider = f' style="stroke-width:{1.8 + 4 * covers:g}px"' if covers else ""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dots, radius = "", 3.5 + 2 * covers
     if line.dots or len(places) == 1:

@@ -158,7 +158,6 @@ def first_caption(
         if ranks.is_main:
             [row] = rows_of([sample], reader, config, count=1)
             [text] = family.generate([row.image], config.eval.max_new_tokens)
-            said = "".join(
-                c if c.isprintable() else " " for c in text
-            ).strip()  # an untrained model says control characters too
+            # An untrained model says control characters too.
+            said = "".join(c if c.isprintable() else " " for c in text).strip()
             print(f"{sample.key}: before this start trains, the model says: {said or '(nothing)'}", file=sys.stderr)
