@@ -75,6 +75,8 @@ def test_report_shows_the_audit_by_segment_with_what_was_masked(trained: tuple[P
     }
     train_here(shards, run, **more)
     text = render(History.read(run), audit_of(run).to_json(), {})
-    assert "<th>Epoch</th><th>Segment</th><th>Seen</th><th>Repeated</th><th>Skipped</th><th>Masked</th>" in text
-    assert '<td>0</td><td>0</td><td>99</td><td>0</td><td>0</td><td class="bad">1</td>' in text
+    assert (
+        "<th>Epoch</th><th>Segment</th><th>Seen</th><th>Of</th><th>Repeated</th><th>Skipped</th><th>Masked</th>" in text
+    )
+    assert '<td>0</td><td>0</td><td>99</td><td>100</td><td>0</td><td>0</td><td class="bad">1</td>' in text
     assert "<td>1</td><td>108</td><td>9</td><td>1</td><td>24</td><td>100 samples</td>" in text
