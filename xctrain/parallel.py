@@ -177,6 +177,10 @@ class Sharded(Engine):
     def whole(self) -> Iterator[None]:
         """Every weight stays whole, in the type it computes in: captions differ in length, and ranks could not wait
         for each other layer by layer.
+
+        FSDP remembers every forward until a backward pass, to fetch ahead in that order. Those in here differ between ranks
+        and have no backward pass; ranks that remembered them would fetch different layers in the next step, and wait for
+        each other for ever. It has no public way to forget.
         """
         parts = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         for part in parts:
@@ -188,6 +192,10 @@ class Sharded(Engine):
             for part in parts:
                 part.reshard()
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
+                state = part._get_fsdp_state()
+                state._comm_ctx.post_forward_order.clear()
+                for group in state._fsdp_param_groups:
+                    group._post_forward_indices.clear()
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -206,7 +206,7 @@ def require_one_folder(config: Config, ranks: "Ranks", plan: Plan) -> None:
         TrainError: on every rank; names two nodes and what they see.
     """
     path = config.run.dir / _LOCK
-    held = path.read_text().strip() if path.exists() else "none"
+    held = (path.read_text().strip() if path.exists() else "") or "none"
     data = plan.state.segments[-1]
     dataset = f"{data.manifest_id[:16]}{f' without list {data.quarantine_id[:16]}' if data.quarantine_id else ''}"
     sights = ranks.gather([(socket.gethostname(), held, plan.state.step, dataset)])

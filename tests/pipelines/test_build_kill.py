@@ -180,7 +180,7 @@ def test_a_signal_ends_the_build_and_the_same_command_goes_on(command, config_fi
         _, errors = process.communicate(timeout=30)
         if process.returncode != 0:
             break
-    assert process.returncode == 75
+    assert process.returncode == 75, errors
     assert "the build was stopped; finished shards are kept, the same command goes on from there" in errors
     assert "Traceback" not in errors
     assert not list(out.rglob(".*.tmp"))

@@ -204,7 +204,7 @@ def test_a_bucket_that_is_not_there_is_said_before_anything_is_built(store, make
         run_plain(make_config(photos, "s3://no-such-bucket/x", build={"staging": tmp_path / "staging"}))
     assert not (tmp_path / "staging").exists()
     (tmp_path / "a").write_text("a")
-    with pytest.raises(RemoteError, match="s3://no-such-bucket/x/a: The specified bucket does not exist"):
+    with pytest.raises(ConfigError, match="s3://no-such-bucket/x: there is no bucket no-such-bucket"):
         Remote("s3://no-such-bucket/x").put("a", tmp_path / "a")
 
 

@@ -209,6 +209,6 @@ def test_rows_of_the_loader_have_tensors_damaged_and_surplus_ones_too(drawn_shar
     exact = SlotRows(SplitReader(drawn_shards, "train"), "first", 0)
     slot = Slot(n=0, epoch=0, index=3)
     assert torch.equal(rows[slot].image, as_tensor(exact[slot].image))  # type: ignore[arg-type]
-    surplus = rows[replace(slot, surplus=True)].image
+    surplus = rows[slot._replace(surplus=True)].image
     assert isinstance(surplus, Tensor)
     assert surplus.shape == (3, 64, 64)
