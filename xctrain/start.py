@@ -511,8 +511,10 @@ def scored_at(config: Config, state: TrainState) -> "dict[str, Scores]":
 
 def is_complete(config: Config, plan: Plan) -> bool:
     """Whether nothing is left to train, or to score."""
-    at_end = plan.state.samples_consumed == plan.stream.end
-    return at_end and (config.eval.every is None or bool(scored_at(config, plan.state)))
+    if plan.state.samples_consumed != plan.stream.end:
+        return False
+    scored = scored_at(config, plan.state) if config.eval.every is not None else None
+    return scored is None or all(dataset.source.name in scored for dataset in plan.held_out)
 
 
 def sampler(

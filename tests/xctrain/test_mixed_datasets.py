@@ -11,7 +11,7 @@ from small import audit_of, config_of, train_here
 from shards.__main__ import main as shards_main
 from xctrain import __main__ as main
 from xctrain.errors import ConfigError, ResumeError
-from xctrain.start import make_plan
+from xctrain.start import is_complete, make_plan
 
 
 @pytest.fixture
@@ -133,6 +133,13 @@ def test_datasets_of_a_mix_are_scored_each_or_the_one_that_is_named(shards: Path
     assert {p.name for p in (tmp_path / "each" / "captions").iterdir()} == {
         f"{source}step-{step:08d}.jsonl" for source in ("", "own-") for step in (0, 4)
     }
+    # A run that was killed between the two is not complete.
+    config = config_of(Path(mixed(shards, own)), tmp_path / "each", **scored)
+    assert is_complete(config, make_plan(config, 1))
+    log = tmp_path / "each" / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if not ('"own"' in line and '"eval"' in line)))
+    assert not is_complete(config, make_plan(config, 1))
     train_here(Path(mixed(shards, own)), tmp_path / "one", **scored, eval__source="own")
     assert [e["source"] for e in runs.events(tmp_path / "one", "eval")] == ["own", "own"]
     with pytest.raises(ConfigError, match=r"eval.source is other, data.shards has coco, own; choose one of those"):
