@@ -94,6 +94,8 @@ class Build:
             held.callback(self.state.sweep)
             held.callback(self.workers.close)
             self.state.begin(self.settings, self.config.build.overwrite)
+            if isinstance(self.workers, Processes) and not self.config.build.remote and not self.state.published:
+                self.workers.start()  # while the captions are read; a rerun may have nothing for them to do
             self._held = held.pop_all()
         return self
 

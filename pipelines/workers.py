@@ -78,7 +78,7 @@ class Threads:
 
 
 class Processes:
-    """At most ``limit`` processes, started when first needed. Each call occupies one; a killed one is replaced."""
+    """At most ``limit`` processes, started when first needed, or by ``start``. A call occupies one; a killed one is replaced."""
 
     def __init__(self, limit: int, lock: FolderLock) -> None:
         self._limit = limit
@@ -100,6 +100,13 @@ class Processes:
             return self._exchange(process, {"job": job, "arguments": arguments}, progress)
         finally:
             self._free.put(process if process and process.poll() is None else None)
+
+    def start(self) -> None:
+        """Start them all, to be ready when the first job comes. Call it before any job."""
+        for _ in range(self._limit):
+            self._free.get_nowait()
+        for _ in range(self._limit):
+            self._free.put(self._start())
 
     def _start(self) -> subprocess.Popen[str]:
         root = str(Path(__file__).resolve().parents[1])

@@ -6,7 +6,7 @@ can be run on it.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,8 @@ def thumbnails(rows: Sequence[Row]) -> Tensor:
     return torch.tensor([list(row.image.resize((4, 4)).tobytes()) for row in rows], dtype=torch.float32) / 255
 
 
-def collate(rows: Sequence[Row]) -> Batch:
+def collate(rows: Iterable[Row]) -> Batch:
+    rows = list(rows)
     texts = [[END, *row.captions[0].encode(), END] for row in rows]
     ids = torch.full((len(rows), max(map(len, texts))), END)
     labels = torch.full_like(ids, IGNORED)

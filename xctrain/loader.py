@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,8 @@ from xctrain.processes import become_worker
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Collator = Callable[[Iterable[Row]], Batch]
 
 SURPLUS = "surplus"  # reason of slots past the run's end
 DAMAGED = "damaged"  # first word of the reason of slots that could not be read
@@ -110,18 +112,26 @@ class MicroBatchSampler(Sampler[list[Slot]]):
 class _MicroBatches(Dataset["Batch | UserError"]):
     """Slots as one micro-batch. An error for the user crosses the process border as a value, not as a traceback."""
 
-    def __init__(self, rows: SlotRows, collator: Callable[[Sequence[Row]], Batch]) -> None:
+    def __init__(self, rows: SlotRows, collator: Collator) -> None:
         self.rows = rows
         self.collator = collator
 
     def __getitem__(self, slots: list[Slot]) -> Batch | UserError:
         since = time.perf_counter()
+        read_s = 0.0
+
+        def rows() -> Iterator[Row]:
+            # A picture is decoded when the collator asks for it, so that it can be resized while the caches hold it.
+            nonlocal read_s
+            for slot in slots:
+                row = self.rows[slot]
+                read_s += row.read_s
+                yield row
+
         try:
-            rows = [self.rows[slot] for slot in slots]
-            batch = self.collator(rows)
+            batch = self.collator(rows())
         except UserError as error:
             return error
-        read_s = sum(row.read_s for row in rows)
         return replace(batch, read_s=read_s, prepare_s=time.perf_counter() - since - read_s)
 
 
@@ -134,7 +144,7 @@ class Loader:
     """Global batches of one rank."""
 
     rows: SlotRows
-    collator: Callable[[Sequence[Row]], Batch]
+    collator: Collator
     stream: Stream
     rank: int
     world_size: int

@@ -132,28 +132,31 @@ class Made:
     prepare_s: float = 0.0
 
 
-def collate_rows(rows: Sequence[Any]) -> Made:
+def collate_rows(rows: Iterable[Any]) -> Made:
     """Rows of our loader as ``Collate`` makes them of JPEGs."""
-    return Made([row.key for row in rows], as_data([row.image for row in rows]))
+    keys, images = [], []
+    for row in rows:
+        keys.append(row.key)
+        images.append(row.image if isinstance(row.image, bytes) else resized(row.image))
+    return Made(keys, as_data(images))
 
 
-def as_data(images: Sequence[Any]) -> torch.Tensor:
-    """JPEGs, or decoded pictures that are left to be resized."""
-    if isinstance(images[0], bytes):
-        return torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8)
+def resized(image: Any) -> torch.Tensor:
+    """A decoded picture as uint8 [3, SIDE, SIDE]."""
     from PIL import Image
 
     from xctrain.decode import as_tensor, resize
 
-    size = (SIDE, SIDE)
-    return torch.stack(
-        [
-            resize(image, *size, "bicubic")
-            if isinstance(image, torch.Tensor)
-            else as_tensor(image.resize(size, Image.Resampling.BICUBIC))
-            for image in images
-        ]
-    )
+    if isinstance(image, torch.Tensor):
+        return resize(image, SIDE, SIDE, "bicubic")
+    return as_tensor(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
+
+
+def as_data(images: Sequence[Any]) -> torch.Tensor:
+    """JPEGs behind each other, or pictures as one tensor."""
+    if isinstance(images[0], bytes):
+        return torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8)
+    return torch.stack(images)
 
 
 class TorchLike:

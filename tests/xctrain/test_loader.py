@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def test_missing_shard_is_an_error_for_the_user_from_any_process(
     assert "Traceback" not in str(error.value)
 
 
-def refuse_rows(_rows: Sequence[Row]) -> Batch:
+def refuse_rows(_rows: Iterable[Row]) -> Batch:
     raise UserError("rows are refused", key="k")
 
 
@@ -161,7 +161,7 @@ def test_error_of_the_collator_keeps_its_text_and_fields(drawn_shards: Path, wor
     assert error.value.key == "k"
 
 
-def fail(_rows: Sequence[Row]) -> Batch:
+def fail(_rows: Iterable[Row]) -> Batch:
     raise RuntimeError("a bug")
 
 
@@ -170,7 +170,8 @@ def test_bug_in_a_worker_keeps_its_traceback(drawn_shards: Path) -> None:
         take(make_loader(drawn_shards, workers=1, collator=fail), 0, 1)
 
 
-def stall(rows: Sequence[Row]) -> Batch:
+def stall(rows: Iterable[Row]) -> Batch:
+    rows = list(rows)
     if rows[0].n >= 24:
         time.sleep(3)
     return collate(rows)

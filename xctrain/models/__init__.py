@@ -21,7 +21,7 @@ logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= loggin
 class Collator(Protocol):
     """Makes a Batch on the CPU. Can be pickled, so that loader workers may run it."""
 
-    def __call__(self, rows: "Sequence[Row]") -> "Batch":
+    def __call__(self, rows: "Iterable[Row]") -> "Batch":
         """The rows as one micro-batch."""
 
     def least_size(self, width: int, height: int) -> tuple[int, int]:

@@ -76,12 +76,13 @@ class Collator:
         has_suffix = "suffix" in inspect.signature(type(processor).__call__).parameters
         self.answer_values = {"token_type_ids": 1} if has_suffix else {}
 
-    def __call__(self, rows: Sequence[Row]) -> Batch:
+    def __call__(self, rows: Iterable[Row]) -> Batch:
         """The rows as one micro-batch.
 
         Raises:
             ConfigError: a sequence is longer than model.max_length; an answer is never cut.
         """
+        rows = list(rows)
         # A masked row keeps one line, so that the shapes of a step do not depend on what turned out damaged.
         lines = [(row, text) for row in rows for text in ((row.captions[:1] or ("",)) if row.masked else row.captions)]
         prompts = self.process([row.image for row, _ in lines], padding_side="right")

@@ -72,20 +72,25 @@ class Collator:
     max_length: int | None
     patches_per_view: int  # of the tower, which sees tiles and one view of the whole
 
-    def __call__(self, rows: Sequence[Row]) -> Batch:
+    def __call__(self, rows: Iterable[Row]) -> Batch:
         """The rows as one micro-batch.
 
         Raises:
             ConfigError: a sequence is longer than model.max_length, or a picture too thin to be tiled.
         """
-        lines = [line for row in rows for line in self._lines(row)]
+        lines: list[TokenRow] = []
+        slots: list[tuple[int, str, str | None]] = []
+        for row in rows:  # one by one: a picture is let go once it is tiled
+            lines += self._lines(row)
+            slots.append((row.n, row.key, row.masked))
+        positions, keys, masked = zip(*slots, strict=True)
         inputs, labels = pad_rows(lines, self.pad_id, self.encoder.side)
         return Batch(
             inputs=inputs,
             labels=labels,
-            positions=tuple(row.n for row in rows),
-            keys=tuple(row.key for row in rows),
-            masked=tuple(row.masked for row in rows),
+            positions=positions,
+            keys=keys,
+            masked=masked,
             num_targets=int((labels != IGNORED).sum()),
             work=Work(
                 tokens=sum(len(line.ids) for line in lines),
