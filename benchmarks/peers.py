@@ -99,14 +99,13 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         rounds.append({name: run(folder, data, failed, name, "rates", number) for name in turn})
         load += [found["load"] for found in rounds[-1].values() if found]
         say(f"round {number + 1} of {arguments.rounds} done")
-    resumes: dict[str, Any] = {}
-    for name in arguments.only:
-        if name in failed:
-            continue
-        whole = run(folder, data, failed, name, "interrupt", states)
-        resumes[name] = {**whole, **{str(p): run(folder, data, failed, name, "resume", states, p) for p in PERCENTS}}
-    load += [found[key]["load"] for found in resumes.values() for key in found if key.isdigit() and found[key]]
     ran = [name for name in arguments.only if name not in failed]
+    resumes: dict[str, Any] = {}
+    lost: dict[str, str] = {}
+    for name in ran:
+        whole = run(folder, data, lost, name, "interrupt", states)
+        resumes[name] = {**whole, **{str(p): run(folder, data, lost, name, "resume", states, p) for p in PERCENTS}}
+    load += [found[key]["load"] for found in resumes.values() for key in found if key.isdigit() and found[key]]
     return {
         "benchmark": "peers",
         "samples": arguments.samples,
@@ -118,7 +117,8 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             name: round(statistics.median(r[name]["pillow_2"]["first_batch_s"] for r in rounds), 2) for name in ran
         },
         "ratios": {kind: ratios(rounds, ran, kind) for kind in KINDS},
-        "resumes": {name: resumes[name] for name in ran},
+        "resumes": {name: resumes[name] for name in ran if name not in lost},
+        "not_resumed": lost,
         "failed": failed,
         "versions": versions,
         "machine": {
@@ -191,7 +191,8 @@ def page(result: dict[str, Any]) -> str:
         "With 2 workers and decoding by Pillow: seconds from making the loader to its first batch (imports not counted), at the "
         "start and after a resume in a new process at 5, 50 and 95 % of an epoch. Below it, of one epoch's number of draws: how "
         "many were of a key drawn before, and how many keys were never drawn.",
-        resume_table(result, ran),
+        resume_table(result),
+        *(f"{TITLES[name]} does not go on: {reason}." for name, reason in result["not_resumed"].items()),
         "webdataset has no state: a restart begins its epoch again. Megatron-Energon has no epochs: slices of the data are drawn "
         "at random, so keys repeat without any interruption. A Hugging Face dataset that shuffles through a buffer loses "
         "what was in it.",
@@ -224,11 +225,10 @@ def ratio_table(result: dict[str, Any]) -> str:
     return table(["median ratio", "aim", "CPU, 0", "CPU, 2", "clock, 0", "clock, 2"], rows)
 
 
-def resume_table(result: dict[str, Any], ran: list[str]) -> str:
-    """A row a loader."""
+def resume_table(result: dict[str, Any]) -> str:
+    """A row a loader that could go on."""
     rows = []
-    for name in ran:
-        found = result["resumes"][name]
+    for name, found in result["resumes"].items():
         stops = [found[str(percent)] for percent in PERCENTS]
         seconds = [f"{stop['first_batch_s']:.1f}" if stop["first_batch_s"] else "none came" for stop in stops]
         lost = [f"{each['repeated']} / {each['skipped']}" for each in (found["epoch"], *stops)]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,6 +102,8 @@ def summarise(
     config: BuildConfig, planned: Plan, manifest: Manifest, results: Sequence[Mapping[str, Any]], subject: Subject
 ) -> dict[str, Any]:
     """The content of report.json."""
+    from importlib.metadata import version  # which build processes, that need none, would spend some of their start on
+
     stats: Stats = {}
     for result in results:
         for name, values in result["stats"].items():
