@@ -118,20 +118,19 @@ class _MicroBatches(Dataset["Batch | UserError"]):
 
     def __getitem__(self, slots: list[Slot]) -> Batch | UserError:
         since = time.perf_counter()
-        read_s = 0.0
+        waits: list[float] = []
 
-        def rows() -> Iterator[Row]:
-            # A picture is decoded when the collator asks for it, so that it can be resized while the caches hold it.
-            nonlocal read_s
-            for slot in slots:
-                row = self.rows[slot]
-                read_s += row.read_s
-                yield row
+        def row_of(slot: Slot) -> Row:
+            row = self.rows[slot]
+            waits.append(row.read_s)
+            return row
 
         try:
-            batch = self.collator(rows())
+            # One by one: a collator may resize a picture while the caches hold it, and let go of it before the next.
+            batch = self.collator(map(row_of, slots))
         except UserError as error:
             return error
+        read_s = sum(waits)
         return replace(batch, read_s=read_s, prepare_s=time.perf_counter() - since - read_s)
 
 

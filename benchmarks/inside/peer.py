@@ -134,11 +134,13 @@ class Made:
 
 def collate_rows(rows: Iterable[Any]) -> Made:
     """Rows of our loader as ``Collate`` makes them of JPEGs."""
-    keys, images = [], []
-    for row in rows:
-        keys.append(row.key)
-        images.append(row.image if isinstance(row.image, bytes) else resized(row.image))
-    return Made(keys, as_data(images))
+    keys, images = zip(*map(keyed, rows), strict=True)
+    return Made(list(keys), as_data(images))
+
+
+def keyed(row: Any) -> tuple[str, Any]:
+    """A row's key and what goes into the batch; its decoded picture is let go of, as ``by_turbo`` does."""
+    return row.key, row.image if isinstance(row.image, bytes) else resized(row.image)
 
 
 def resized(image: Any) -> torch.Tensor:

@@ -78,12 +78,9 @@ class Collator:
         Raises:
             ConfigError: a sequence is longer than model.max_length, or a picture too thin to be tiled.
         """
-        lines: list[TokenRow] = []
-        slots: list[tuple[int, str, str | None]] = []
-        for row in rows:  # one by one: a picture is let go once it is tiled
-            lines += self._lines(row)
-            slots.append((row.n, row.key, row.masked))
-        positions, keys, masked = zip(*slots, strict=True)
+        # by `map`, which lets go of each picture once it is tiled
+        laid_out, positions, keys, masked = zip(*map(self._lay_out, rows), strict=True)
+        lines = [line for lines in laid_out for line in lines]
         inputs, labels = pad_rows(lines, self.pad_id, self.encoder.side)
         return Batch(
             inputs=inputs,
@@ -107,6 +104,9 @@ class Collator:
     def prompt(self, image: Image.Image | Tensor) -> TokenRow:
         """What stands before the answer."""
         return self.encoder.prompt(chat_text(self.instruction), [image])
+
+    def _lay_out(self, row: Row) -> tuple[list[TokenRow], int, str, str | None]:
+        return self._lines(row), row.n, row.key, row.masked
 
     def _lines(self, row: Row) -> list[TokenRow]:
         try:
