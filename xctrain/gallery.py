@@ -23,6 +23,7 @@ def write_samples(run_dir: Path, images: Mapping[str, bytes]) -> Path:
     steps = sorted(history.captions)
     page = fill(
         "samples.html",
+        title=f"Captions on the way: {escape(history.name)}",
         name=escape(history.name),
         subtitle=escape(
             f"what the model says of {len(images)} held-out pictures, up to step {steps[-1] if steps else 0:,}"

@@ -13,15 +13,14 @@ from xctrain.history import number
 THUMBNAIL_PX = 480
 
 
-def fill(template: str, **parts: str) -> str:
-    """A template of this folder with its parts, which are HTML; the style sheet comes by itself."""
-    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return Template(text).substitute(style=style(), **parts)
+def fill(template: str, title: str, **parts: str) -> str:
+    """A page: ``page.html``, which has the style sheet, around a template of this folder. Title and parts are HTML."""
+    body = _read(template).substitute(title=title, **parts)
+    return _read("page.html").substitute(title=title, body=body.rstrip())
 
 
-def style() -> str:
-    """The style sheet of the pages."""
-    return Path(__file__).with_name("style.html").read_text(encoding="utf-8").rstrip()
+def _read(template: str) -> Template:
+    return Template(Path(__file__).with_name(template).read_text(encoding="utf-8"))
 
 
 class Bad(int):

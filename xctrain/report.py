@@ -54,6 +54,7 @@ def render(history: History, audit: Mapping[str, Any] | None, images: Mapping[st
     """The page. Everything that came from files is escaped."""
     return fill(
         "report.html",
+        title=f"Run report: {escape(history.name)}",
         name=escape(history.name),
         subtitle=_subtitle(history),
         doubts=warnings(history.doubts()),

@@ -3,25 +3,23 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from shards.atomic import write_file
 from shards.errors import DamagedSampleError, counted
 from xctrain.audit import Trained
 from xctrain.history import History, number
-from xctrain.page import style, thumbnail
+from xctrain.page import fill, thumbnail
 
 _THUMBNAIL_PX = 320
 
 
 def write_sheet(run: Trained, rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
     """Write one HTML file that needs no network; ``rows`` are those of ``audit.batch_at``."""
-    template = Template(Path(__file__).with_name("sheet.html").read_text(encoding="utf-8"))
     history = History.read(run.config.run.dir)
     masked = {entry.n: entry.reason for entry in run.state.masked}
-    page = template.substitute(
-        style=style(),
+    page = fill(
+        "sheet.html",
         title=escape(f"{history.name}, {title}"),
         name=escape(history.name),
         step=escape(title),
