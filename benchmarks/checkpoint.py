@@ -37,40 +37,12 @@ def measure(folder: Path, millions: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from xctrain import loop, tensors
-    from xctrain.checkpoint import Checkpoints
-    from xctrain.config import Config
-    from xctrain.log import JsonLines
-    from xctrain.optim import make_optimizer
-    from xctrain.parallel import Engine
-    from xctrain.ranks import join
-    from xctrain.run import Run
-    from xctrain.saver import Saver
+    from xctrain import loop
     from xctrain.state import Segment, TrainState
 
-    config = Config.model_validate({"train": {"num_steps": 9}, "run": {"dir": folder}})
-    ranks = join(config)
-    layers = -(-millions * 10**6 // WIDTH**2)
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    engine = Engine.wrap(ranks, module, config)
-    engine.use_optimizer(make_optimizer(module.parameters(), config.optim))
-    for parameter in module.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-3)
-    engine.update()
-    saver = Saver(Checkpoints(folder / "checkpoints", keep=1), asynchronous=True)
-    saver.prepare(tensors.shapes(module, ("exp_avg", "exp_avg_sq")))
-    parts = dict.fromkeys(Run.__dataclass_fields__)
-    parts |= {
-        "config": config,
-        "ranks": ranks,
-        "engine": engine,
-        "saver": saver,
-        "log": JsonLines(folder / "log"),
-        "world": {},
-    }
-    run: Any = Run(**parts)  # type: ignore[arg-type]
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(-(-millions * 10**6 // WIDTH**2))))
+    run = run_of(module, folder)
     segment = Segment(0, 0, 0, 100, 12, "abc", "train", seed=7, fragment=16, window=64, lanes=4)
-
     small = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     inputs = torch.ones(256, 512)
 
@@ -79,25 +51,63 @@ def measure(folder: Path, millions: int) -> dict[str, Any]:
         small(inputs).sum().backward()
         return time.perf_counter() - began
 
-    idle, busy, results = [step() for _ in range(200)], [], []
+    idle, busy = [step() for _ in range(200)], []
     for number in (1, 2):
         loop.save(run, TrainState(step=number, samples_consumed=12 * number, segments=(segment,)))
-        while not saver.ended():
+        while not run.saver.ended():
             busy.append(step())
         loop.finish_save(run)
-    for line in (folder / "log").read_text().splitlines():
-        saved = json.loads(line)
-        results.append({name: round(saved[name], 3) for name in ("blocked_s", "save_s")})
-        results[-1]["share"] = round(saved["blocked_s"] / saved["save_s"], 4)
+    first, following = (saved(json.loads(line)) for line in (folder / "log").read_text().splitlines())
     files = (folder / "checkpoints").rglob("*.safetensors")
     return {
         "benchmark": "checkpoint",
         "parameters": sum(p.numel() for p in module.parameters()),
         "gb": round(sum(path.stat().st_size for path in files) / 1e9, 2),
-        "first_save": results[0],
-        "next_save": results[1],
+        "first_save": first,
+        "next_save": following,
         "step_ms_idle": figures(idle),
         "step_ms_while_saving": figures(busy),
+        **machine(),
+    }
+
+
+def run_of(module: Any, folder: Path) -> Any:
+    """A run after one update of the module, with no more parts than saving needs."""
+    import torch
+
+    from xctrain import tensors
+    from xctrain.checkpoint import Checkpoints
+    from xctrain.config import Config
+    from xctrain.log import JsonLines
+    from xctrain.optim import make_optimizer
+    from xctrain.parallel import Engine
+    from xctrain.ranks import join
+    from xctrain.run import Run
+    from xctrain.saver import Saver
+
+    config = Config.model_validate({"train": {"num_steps": 9}, "run": {"dir": folder}})
+    ranks = join(config)
+    engine = Engine.wrap(ranks, module, config)
+    engine.use_optimizer(make_optimizer(module.parameters(), config.optim))
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    engine.update()
+    saver = Saver(Checkpoints(folder / "checkpoints", keep=1), asynchronous=True)
+    saver.prepare(tensors.shapes(module, ("exp_avg", "exp_avg_sq")))
+    parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
+    parts |= {"config": config, "ranks": ranks, "engine": engine, "saver": saver, "world": {}}
+    return Run(**{**parts, "log": JsonLines(folder / "log")})
+
+
+def saved(event: dict[str, Any]) -> dict[str, float]:
+    """What a save took, from its line in the log."""
+    share = round(event["blocked_s"] / event["save_s"], 4)
+    return {**{name: round(event[name], 3) for name in ("blocked_s", "save_s")}, "share": share}
+
+
+def machine() -> dict[str, Any]:
+    """Versions and hardware."""
+    return {
         "python": platform.python_version(),
         "torch": version("torch"),
         "safetensors": version("safetensors"),
