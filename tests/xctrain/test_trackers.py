@@ -1,13 +1,11 @@
 """Trackers get each step once, over kills and resumes, and never stop or delay a run. Read back from their own files."""
 
 import json
-import os
 import re
 import shlex
 import signal
 import sqlite3
 import struct
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -222,23 +220,17 @@ def test_a_run_keeps_its_id_unless_it_goes_back_by_request(drawn_shards: Path, t
     assert newest_run_id(run / "metrics.jsonl") not in ("", first)
 
 
-def stand_in(folder: Path, body: str) -> dict[str, str]:
-    """The environment in which ``import wandb`` gives this text: a library that fails as real ones do."""
+def stand_in(folder: Path, body: str) -> Path:
+    """A folder from which ``import wandb`` gives this text: a library that fails as real ones do."""
     (folder / "wandb").mkdir(parents=True)
     (folder / "wandb/__init__.py").write_text(body)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{runs.TESTS.parent}:{runs.TESTS}"}
+    return folder
 
 
-def train_with(environment: dict[str, str], shards: Path, run: Path, **changes: Any) -> "subprocess.Popen[str]":
-    command = runs.rank_command(runs.settings(shards, run, watch__trackers="[wandb]", data__workers=0, **changes))
-    return subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    )
+def train_with(library: Path, shards: Path, run: Path, **changes: Any) -> str:
+    """Train to the end beside a tracker that imports from ``library``; what was printed."""
+    arguments = runs.settings(shards, run, watch__trackers="[wandb]", data__workers=0, **changes)
+    return runs.finish(runs.start(runs.rank_command(arguments), imports_from=library))
 
 
 RAISES = """
@@ -256,7 +248,7 @@ def test_a_tracker_that_raises_is_said_once_and_counted_and_training_goes_on(
     drawn_shards: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    printed = runs.finish(train_with(stand_in(tmp_path / "lib", RAISES), drawn_shards, run, train__num_steps=60))
+    printed = train_with(stand_in(tmp_path / "lib", RAISES), drawn_shards, run, train__num_steps=60)
     assert printed.count("tracker wandb: ConnectionError: the server is away; training goes on") == 1
     [event] = runs.events(run, "tracker")
     assert event["failures"] >= 1
@@ -285,7 +277,7 @@ def init(**options):
     open({str(sent)!r}, "w").close()
     return Run()
 """
-    printed = runs.finish(train_with(stand_in(tmp_path / "lib", body), drawn_shards, run))
+    printed = train_with(stand_in(tmp_path / "lib", body), drawn_shards, run)
     lines = [json.loads(line) for line in sent.read_text().splitlines()]
     assert lines == [[event["step"], event["loss"]] for event in runs.events(run, "step")]
     assert "tracker wandb: failed 1 time, first: TimeoutError: no answer;" in printed
@@ -298,7 +290,7 @@ def test_a_tracker_that_cannot_begin_is_said_at_once_with_its_reason(drawn_shard
     (run / "trackers").touch()
     log = run / "logs/tracker-wandb.log"
     # Steps enough that the tracker's process is up before the run ends.
-    printed = runs.finish(train_with(stand_in(tmp_path / "lib", RAISES), drawn_shards, run, train__num_steps=300))
+    printed = train_with(stand_in(tmp_path / "lib", RAISES), drawn_shards, run, train__num_steps=300)
     first, end = (line for line in printed.splitlines() if line.startswith("tracker wandb: "))
     reason = f"FileExistsError: [Errno 17] File exists: '{run}/trackers'"
     assert first == f"tracker wandb: {reason}; training goes on, it is tried again; more in {log}"
@@ -323,16 +315,13 @@ def test_a_tracker_that_hangs_or_dies_delays_no_step(drawn_shards: Path, tmp_pat
             "from xctrain.session import train_rank; "
             "train_rank(load_settings(Config, None, sys.argv[1:]), open_tiny)"
         )
-        environment = stand_in(tmp_path / f"lib-{kind}", body)
         arguments = runs.settings(drawn_shards, run, watch__trackers="[wandb]", data__workers=0, train__num_steps=300)
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
+        library = stand_in(tmp_path / f"lib-{kind}", body)
+        printed = runs.finish(runs.start([sys.executable, "-c", code, *arguments], imports_from=library))
         said = (
             f"its process ended with exit code 7; training goes on without it, .*; more in {run}/logs/tracker-wandb.log"
         )
-        assert bool(re.search(said, done.stderr)) == (kind == "dies")
+        assert bool(re.search(said, printed)) == (kind == "dies")
         took[kind] = max(event["step_s"] for event in runs.events(run, "step")[5:])
         [event] = runs.events(run, "tracker")
         assert event["first"] == (
