@@ -21,7 +21,7 @@ from xctrain.captions import choose_captions
 from xctrain.config import Config, SourceConfig
 from xctrain.data import Data, open_data
 from xctrain.errors import ConfigError, RunError
-from xctrain.log import METRICS, read_lines
+from xctrain.log import METRICS, read_lines, way_out
 from xctrain.state import TrainState
 
 _CHUNK = 1 << 16  # positions looked at together
@@ -299,18 +299,19 @@ def read_all_keys(run: Trained) -> list[str]:
 
 
 def read_steps(run: Trained) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """The log's line of each step by its position, and which steps up to the checkpoint are not there exactly once."""
+    """The log's line of each step by its position, and findings: damaged lines, steps that are not there exactly once."""
     path = run.config.run.dir / METRICS
     if not path.exists():
         return {}, [f"{METRICS}: is missing"]
     first, times, logged = None, Counter[int](), {}
-    for line in read_lines(path):
+    damaged: list[str] = []
+    for line in read_lines(path, damaged):
         if line["event"] == "start" and first is None:
             first = line["step"]  # a run that began from another's checkpoint logs from there on
         if line["event"] == "step" and line["samples_consumed"] <= run.state.samples_consumed:
             times[line["step"]] += 1
             logged[line["samples_consumed"]] = line
-    findings = []
+    findings = _damage(path, damaged)
     due = range((first or 0) + 1, run.state.step + 1)
     for text, steps in (
         ("missing", [step for step in due if not times[step]]),
@@ -329,11 +330,13 @@ def read_keys(run: Trained, keys: Sequence[str]) -> tuple[Counter[int], list[str
     logged: dict[int, str] = {}
     masked = {entry.n for entry in run.state.masked}
     for path in sorted(run.config.run.dir.glob("keys-rank*.jsonl")):
-        for line in read_lines(path):
+        damaged: list[str] = []
+        for line in read_lines(path, damaged):
             if line["samples_consumed"] > run.state.samples_consumed:
                 continue  # after the checkpoint: not part of what is audited
             times.update(line["n"])
             logged.update(zip(line["n"], line["keys"], strict=True))
+        findings += _damage(path, damaged)
     for n in sorted(n for n in logged if n in masked or not 0 <= n < run.state.samples_consumed):
         findings.append(f"position {n}: trained on {logged[n]}, the checkpoint says that it was not trained")
     ns = np.array(sorted(n for n in logged if 0 <= n < run.state.samples_consumed), dtype=np.int64)
@@ -341,6 +344,12 @@ def read_keys(run: Trained, keys: Sequence[str]) -> tuple[Counter[int], list[str
         if logged[n] != keys[index]:
             findings.append(f"position {n}: trained on {logged[n]}, the order says {keys[index]}")
     return times, findings
+
+
+def _damage(path: Path, damaged: Sequence[str]) -> list[str]:
+    """One finding for the damaged lines of a log."""
+    more = f", and {counted(len(damaged) - 1, 'line')} more" if len(damaged) > 1 else ""
+    return [f"{damaged[0]}{more}; {way_out(path)}"] if damaged else []
 
 
 def as_text(result: Audit) -> str:

@@ -4,7 +4,6 @@ Started by ``trackers.py``; ``python -m xctrain.follow RUN TRACKER PARENT``. End
 """
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -17,7 +16,7 @@ from typing import IO, Any
 
 from shards.settings import load_settings
 from xctrain.config import Config
-from xctrain.log import METRICS, SAMPLES, read_lines
+from xctrain.log import METRICS, SAMPLES, parse, read_lines
 from xctrain.processes import die_with_parent
 from xctrain.tracked import (
     Opened,
@@ -125,9 +124,10 @@ def told_to_end(timeout_s: float) -> bool:
 
 
 def whole_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Events from where the file stands; a line that is not whole yet is left for the next time."""
+    """Events from where the file stands; a line that is not whole yet is left for the next time, a damaged one out."""
     while (line := file.readline()).endswith(b"\n"):
-        yield json.loads(line)
+        with contextlib.suppress(ValueError):
+            yield parse(line, METRICS)
     file.seek(-len(line), os.SEEK_CUR)
 
 

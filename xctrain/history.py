@@ -25,16 +25,15 @@ class History:
     captions: dict[int, dict[str, Event]]  # by step, then by key: of evaluations and of samples on the way
     config: dict[str, Any]
     environment: dict[str, Any]
-    damaged: list[str]  # lines of metrics.jsonl that are not JSON, and so left out
+    damaged: list[str]  # lines of metrics.jsonl that cannot be read, and so are left out
 
     @classmethod
     def read(cls, run_dir: Path) -> "History":
         """Read what is there; a torn last line, damaged ones and absent files are passed over."""
         damaged: list[str] = []
-        events = [line for line in read_lines(run_dir / METRICS, damaged) if isinstance(line, dict)]
         kinds: dict[str, list[Event]] = {"step": [], "eval": [], "start": [], "stop": []}
-        for event in events:
-            kinds.setdefault(str(event.get("event")), []).append(event)
+        for event in read_lines(run_dir / METRICS, damaged):
+            kinds.setdefault(event["event"], []).append(event)
         seeing = [event for event in kinds["eval"] if not event.get("blank")]
         first_source = seeing[0].get("source") if seeing else None
         return cls(
@@ -84,7 +83,7 @@ def _captions(run_dir: Path) -> dict[int, dict[str, Event]]:
     for folder in (SAMPLES, CAPTIONS):
         for path in (run_dir / folder).glob("step-*.jsonl"):
             digits = path.stem.removeprefix("step-")
-            lines = {str(line.get("key")): line for line in read_lines(path, []) if isinstance(line, dict)}
+            lines = {str(line.get("key")): line for line in read_lines(path, [])}
             if digits.isdecimal() and lines:
                 found.setdefault(int(digits), {}).update(lines)
     return found

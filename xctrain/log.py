@@ -3,15 +3,30 @@
 import json
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from shards.atomic import write_file
-from shards.errors import UserError
+from shards.errors import UserError, counted
 
 METRICS = "metrics.jsonl"
 CAPTIONS = "captions"  # folder of what evaluations said
 SAMPLES = "samples"  # folder of what the model said of a few pictures on the way
+
+_Kind = type | UnionType
+_KINDS: dict[_Kind, str] = {str: "text", int: "a whole number", int | float: "a number", list: "a list"}
+# Fields that readers look up without asking whether they are there.
+_OF_METRICS: dict[str, _Kind] = {"event": str, "step": int}
+_OF_EVENTS: dict[str, dict[str, _Kind]] = {
+    "start": {"samples_consumed": int},
+    "step": {"samples_consumed": int, "loss": int | float, "digest": str},
+    "skip": {"samples_consumed": int},
+    "eval": {"samples_consumed": int},
+}
+_OF_KEYS: dict[str, _Kind] = {"step": int, "samples_consumed": int, "n": list, "keys": list}
+
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -56,39 +71,75 @@ def read_lines(path: Path, damaged: list[str] | None = None) -> Iterator[dict[st
     """Every whole line of a log; none when there is no such file. A torn last line, left by a kill, is passed over.
 
     Raises:
-        UserError: a line that is not the last one is not JSON; with ``damaged``, it is named there and left out.
+        UserError: a line is not what this log has, and no torn last one; with ``damaged``, it is named there and left out.
     """
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+        for number, text in enumerate(file, 1):
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                if not line.endswith("\n"):
+                line = parse(text, path.name)
+            except ValueError as error:
+                if not text.endswith("\n"):
                     continue
-                found = f"{path}: line {number} is not JSON"
+                found = f"{path}: line {number} {error}"
                 if damaged is None:
-                    raise UserError(f"{found}; {_way_out(path)}", path=path) from None
+                    raise UserError(f"{found}; {way_out(path)}", path=path) from None
                 damaged.append(found)
+                continue
+            yield line
+
+
+def parse(text: str | bytes, name: str) -> dict[str, Any]:
+    """One line of the log of this name, with the fields that its readers count on.
+
+    Raises:
+        ValueError: it is something else; the message says what.
+    """
+    try:
+        line = json.loads(text)
+    except ValueError:
+        raise ValueError("is not JSON") from None
+    if not isinstance(line, dict):
+        raise ValueError("is no JSON object")
+    for field, kind in _fields(name, line).items():
+        if field not in line:
+            raise ValueError(f"has no {field}")
+        if not isinstance(line[field], kind):
+            raise ValueError(f"has {json.dumps(line[field])[:40]} as {field}, expected {_KINDS[kind]}")
+    if _is_keys(name) and len(line["n"]) != len(line["keys"]):
+        raise ValueError(f"has {counted(len(line['n']), 'position')} and {counted(len(line['keys']), 'key')}")
+    return line
+
+
+def _fields(name: str, line: dict[str, Any]) -> dict[str, _Kind]:
+    if name == METRICS:
+        return {**_OF_METRICS, **_OF_EVENTS.get(str(line.get("event")), {})}
+    return _OF_KEYS if _is_keys(name) else {}
+
+
+def _is_keys(name: str) -> bool:
+    return fnmatch(name, keys_name(0).replace("0", "*"))
 
 
 def require_whole_log(run_dir: Path) -> None:
     """Refuse a damaged log before a model is loaded for it.
 
     Raises:
-        UserError: a line is not JSON.
+        UserError: a line is not what the log has.
     """
     for _ in read_lines(run_dir / METRICS):
         pass
 
 
-def _way_out(path: Path) -> str:
-    if path.name != METRICS and not path.match(keys_name(0).replace("0", "*")):
+def way_out(path: Path) -> str:
+    """What to do about a damaged line of a log."""
+    if path.name != METRICS and not _is_keys(path.name):
         return "remove that line"
     return (
-        "put it back from a copy of the run; a removed line is gone for the audit, which misses its step for good, unless "
-        "training goes back to a checkpoint before it (train.resume=RUN/checkpoints/step-N) and writes it again"
+        "put it back from a copy of the run, or remove it if the run did not write it; a removed line of its own is gone for "
+        "the audit, which misses its step for good, unless training goes back to a checkpoint before it "
+        "(train.resume=RUN/checkpoints/step-N) and writes it again"
     )
 
 

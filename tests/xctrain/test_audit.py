@@ -17,7 +17,9 @@ from shards.stream import Slot
 from xctrain import __main__ as main
 from xctrain import audit, checkpoint
 from xctrain.errors import ConfigError, NotFiniteError, RunError
+from xctrain.follow import newest_run_id, whole_lines
 from xctrain.loader import SlotRows
+from xctrain.log import require_whole_log
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +299,43 @@ def test_changed_metrics_are_found(
     assert not result.ok
     [finding] = result.findings
     assert finding.startswith(f"metrics.jsonl: {text}")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "keys-rank0.jsonl"])
+def test_damaged_line_of_a_log_is_a_finding_among_the_others(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / name
+    lines = path.read_text().splitlines(keepends=True)
+    number = next(n for n, line in enumerate(lines) if '"step":4,' in line)
+    path.write_text("".join([*lines[:number], '{"note":"mine"}\n', *lines[number + 1 :], "nor is this\n"]))
+    assert main.main(["audit", str(run), "--json"]) == 1
+    missing = {"metrics.jsonl": "event", "keys-rank0.jsonl": "step"}[name]
+    found = f"{path}: line {number + 1} has no {missing}, and 1 line more; put it back from a copy of the run, or remove it if"
+    result = json.loads(capsys.readouterr().out)
+    assert [text.partition(" the run did not write it;")[0] for text in result["findings"] if "line" in text] == [found]
+    assert result["digest_matches"]
+    if name == "metrics.jsonl":
+        assert "metrics.jsonl: 1 step missing, first step 4" in result["findings"]
+    else:
+        assert sum(epoch["skipped"] for epoch in result["epochs"]) == len(json.loads(lines[number])["n"])
+
+
+def test_damaged_line_of_a_log_ends_no_other_command_in_a_traceback(
+    run: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "metrics.jsonl"
+    path.write_text('{"note":"mine"}\n' + path.read_text())
+    for command in (["report", str(run)], ["report", str(run), str(trained), "--out", str(tmp_path / "both.html")]):
+        assert main.main(command) == 0
+        assert f"{path}: line 1 has no event; drawn is the rest" in capsys.readouterr().err
+    with pytest.raises(UserError, match="line 1 has no event; put it back"):
+        main.main(["batch", str(run), "--step", "3"])
+    with pytest.raises(UserError, match="line 1 has no event; put it back"):
+        require_whole_log(run)
+    with path.open("rb") as file:
+        assert next(whole_lines(file))["event"] == "start"
+    assert newest_run_id(path)
 
 
 def test_absent_metrics_are_found(run: Path) -> None:
