@@ -24,7 +24,8 @@ LOGS = "logs"  # in the run folder
 STALL_MARGIN_S = 60  # ranks that wait for others give up by themselves first, and say on whom they waited
 _POLL_S = 0.05
 _BY_STOP_SIGNAL = (-signal.SIGTERM, -signal.SIGINT, 130)  # codes of a process that does not handle them
-_GRACE_S = 5.0  # for ranks to end by themselves once one of them is gone; what they could save is saved already
+_GRACE_S = 5.0  # for ranks to end by themselves once one of them is gone
+SAVING_GRACE_S = 600.0  # for a checkpoint that is being written then, which needs no other rank; 84 GB at 140 MB/s
 _TAIL_LINES = 5
 
 
@@ -74,7 +75,8 @@ def launch(
 ) -> int:
     """Run a command as ``processes`` ranks on this node and give their common exit code.
 
-    The ranks die with this process, even if it is killed. When one rank ends with an error the others are ended too.
+    The ranks die with this process, even if it is killed. When one rank ends with an error the others are ended too, after
+    the checkpoint that is being written.
     With ``logs``, only rank 0 prints on the screen; what the others say goes to a file each there. When no rank has
     entered a new phase for ``stall_s`` seconds, all are ended and what each one did last is said.
     """
@@ -117,7 +119,7 @@ def launch(
             )
         if stalled:
             print(f"no rank has come further for {stall_s:g} seconds, all are ended", file=sys.stderr)
-        codes = _end(ranks, grace_s=0 if stalled else _GRACE_S)
+        codes = _end(ranks, board, grace_s=0 if stalled else _GRACE_S)
         if None in codes:
             _say_phases(board.read(), first)
         for i in (i for i in failed if not (asked and codes[i] in _BY_STOP_SIGNAL)):
@@ -175,10 +177,23 @@ def _start(
     )
 
 
-def _end(ranks: Sequence["subprocess.Popen[bytes]"], grace_s: float) -> list[int | None]:
-    """Give the ranks a moment to end by themselves, then kill them; the exit codes of those that needed no killing."""
-    until = time.monotonic() + grace_s
-    while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
+def _end(ranks: Sequence["subprocess.Popen[bytes]"], board: phase.Board, grace_s: float) -> list[int | None]:
+    """Give the ranks a moment to end by themselves, and time to one that is writing a checkpoint, then kill them; the exit
+    codes of those that needed no killing."""
+    began = time.monotonic()
+    until, told = began + grace_s, False
+    while any(rank.poll() is None for rank in ranks):
+        now = time.monotonic()
+        if any(at.saving for rank, at in zip(ranks, board.read(), strict=True) if rank.poll() is None):
+            until = max(until, min(now + _GRACE_S, began + SAVING_GRACE_S))
+            if now - began > grace_s and not told:
+                told = True
+                print(
+                    f"a checkpoint is being written; waiting for it, {SAVING_GRACE_S:g} seconds at most",
+                    file=sys.stderr,
+                )
+        if now >= until:
+            break
         time.sleep(_POLL_S)
     codes = [rank.poll() for rank in ranks]
     for rank in ranks:

@@ -4,12 +4,15 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 VARIABLE = "XCTRAIN_PHASES"  # path of the board, which the launcher sets for its ranks
-_RECORD = struct.Struct("<dd120s")  # seconds since 1970, seconds of patience, text in UTF-8
+_RECORD = struct.Struct("<dd119s?")  # seconds since 1970, seconds of patience, text in UTF-8, whether it is saving
+_TEXT_BYTES, _SAVING = 119, _RECORD.size - 1
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Phase:
     since: float
     patience_s: float
     text: str
+    saving: bool  # a checkpoint is being written, whatever else the rank does meanwhile
 
 
 class Board:
@@ -32,13 +36,29 @@ class Board:
     def read(self) -> list[Phase]:
         """Phase of each rank; one without text for a rank that has not said anything yet."""
         found = _RECORD.iter_unpack(self.path.read_bytes())
-        return [Phase(since, more, text.rstrip(b"\0").decode(errors="replace")) for since, more, text in found]
+        return [
+            Phase(since, more, text.rstrip(b"\0").decode(errors="replace"), saving)
+            for since, more, text, saving in found
+        ]
 
 
 def enter(text: str, patience_s: float = 0.0) -> None:
     """Say what this rank does from now on; costs a microsecond, and nothing without a launcher that asks."""
     if record := _record():
-        record[:] = _RECORD.pack(time.time(), patience_s, text.encode()[:120])
+        record[:_SAVING] = _RECORD.pack(time.time(), patience_s, text.encode()[:_TEXT_BYTES], False)[:_SAVING]
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Say that this rank is writing a checkpoint, which its launcher gives it time to end; in any thread."""
+    record = _record()
+    if record:
+        record[_SAVING] = True
+    try:
+        yield
+    finally:
+        if record:
+            record[_SAVING] = False
 
 
 @cache

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from xctrain import phase
 from xctrain.checkpoint import Checkpoints, Content
 from xctrain.hostmemory import available_bytes
 from xctrain.push import Pusher
@@ -94,7 +95,8 @@ class Saver:
 
         def write() -> None:
             try:
-                path = self.checkpoints.save(content)
+                with phase.saving():
+                    path = self.checkpoints.save(content)
                 save_s = time.perf_counter() - began
                 state = content.state
                 if self.pusher:

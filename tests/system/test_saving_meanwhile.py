@@ -29,12 +29,16 @@ def launcher(
     processes: int,
     heavy: dict[str, float] | None = None,
     preexec_fn: Any = None,
+    grace_s: float = 5.0,
     **changes: Any,
 ) -> "subprocess.Popen[str]":
     """Ranks of the heavy model under the project's launcher."""
     arguments = runs.settings(shards, run, **{"train__num_steps": STEPS, **changes})
     command = ballast.command([*arguments, f"train.processes={processes}"], **(heavy or {"millions": HEAVY}))
-    code = f"import sys; from xctrain.launch import launch; sys.exit(launch({command!r}, {processes}))"
+    code = (
+        f"import sys; from xctrain import launch; launch._GRACE_S = {grace_s}; "
+        f"sys.exit(launch.launch({command!r}, {processes}))"
+    )
     return runs.start([sys.executable, "-c", code], preexec_fn=preexec_fn)
 
 
@@ -118,6 +122,29 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     # Written at once, each stands right behind its step.
     found = lines(straight_run(2))
     assert [found[i - 1] for i, line in enumerate(found) if line[0] == "save"] == [("step", n) for n in (5, 10, 15, 20)]
+
+
+def test_rank_that_dies_during_a_save_leaves_it_time_to_end(drawn_shards: Path, tmp_path: Path) -> None:
+    run, large = tmp_path / "run", {"millions": 25.0}  # 300 MB: takes longer than the moment that others are given
+    process = launcher(drawn_shards, run, 2, large, grace_s=0.1)
+    wait_for(lambda: under_way(run), process)
+    [begun] = under_way(run)
+    before = runs.last_step(run)
+    os.kill(rank_of(process, 1), signal.SIGKILL)
+    text = runs.finish(process, code=1)
+    assert "rank 1 was ended by SIGKILL" in text
+    saved = newest(run)
+    assert saved is not None
+    assert f".{saved.name}.tmp" == begun.name
+    assert not under_way(run)
+    assert runs.last_step(run) <= before + 1  # no rank went on meanwhile
+
+
+def rank_of(process: "subprocess.Popen[str]", rank: int) -> int:
+    """Process id of a launcher's rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    [pid] = [pid for pid in children if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    return int(pid)
 
 
 def test_sigterm_during_a_save_waits_for_it_and_saves_what_came_after(

@@ -30,7 +30,11 @@ def launch(body: str, folder: Path, processes: int = 2, more: str = "") -> "runs
     code = f"""
 import sys
 from pathlib import Path
+from xctrain import launch as launcher
 from xctrain.launch import Nodes, launch
+def graces(usual_s, saving_s):
+    launcher._GRACE_S, launcher.SAVING_GRACE_S = usual_s, saving_s
+    return {{}}
 sys.exit(launch({command!r}, {processes}, {more}))
 """
     return runs.start([sys.executable, "-c", code])
@@ -170,6 +174,34 @@ def test_rank_that_fails_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     process = launch("ready(); sleep() if rank else os._exit(1)", tmp_path)
     runs.finish(process, code=1)
     assert gone(wait_for(tmp_path))
+
+
+SAVES = """
+from xctrain.phase import enter, saving
+at(signal.SIGTERM, 9)
+if rank == 0:
+    with saving():
+        ready()
+        enter("waiting for the checkpoint to be written")
+        time.sleep(1)
+        print("saved", flush=True)
+    os._exit(1)
+ready()
+sleep()
+"""
+
+
+@pytest.mark.parametrize(("limit_s", "expected"), [(60, ["saved"]), (0.3, [])])
+def test_checkpoint_under_way_when_a_rank_dies_is_given_time_within_a_limit(
+    tmp_path: Path, limit_s: float, expected: list[str]
+) -> None:
+    process = launch(SAVES, tmp_path, more=f"**graces(0.1, {limit_s})")
+    pids = wait_for(tmp_path)
+    os.kill(pids[1], signal.SIGKILL)
+    lines = runs.finish(process, code=1).splitlines()
+    assert [line for line in lines if line == "saved"] == expected
+    assert f"a checkpoint is being written; waiting for it, {limit_s} seconds at most" in lines
+    assert gone(pids)
 
 
 def test_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
