@@ -201,7 +201,8 @@ def log_step(
             **({"overflows": metrics.overflows} if metrics.overflows else {}),
         )
         if (expected := run.spikes.expected(metrics.loss)) is not None:
-            run.log.write(event="spike", step=state.step, loss=metrics.loss, expected=expected)
+            place = {"step": state.step, "samples_consumed": state.samples_consumed}
+            run.log.write(event="spike", **place, loss=metrics.loss, expected=expected)
             print(
                 f"step {state.step}: loss {metrics.loss:.3g}, the median of the steps before is {expected:.3g}; look at its "
                 f"samples with `python -m xctrain batch {run.config.run.dir} --step {state.step}`",

@@ -45,6 +45,7 @@ def test_spike_is_logged_with_how_to_look_at_it(
     [first, *_] = runs.events(tmp_path, "spike")
     assert first["step"] > 8  # the losses before the resume are known
     assert first["loss"] > 1.25 * first["expected"]
+    assert first["samples_consumed"] == 12 * first["step"]  # or the next start would cut its line off
     text = (
         f"step {first['step']}: loss {first['loss']:.3g}, the median of the steps before is {first['expected']:.3g}; "
     )
