@@ -2,11 +2,9 @@
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from shards import cli
 
@@ -70,24 +68,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     from pipelines.config import BuildConfig
-    from pipelines.errors import InterruptedBuildError
+    from pipelines.signals import ended_by_signals
     from shards.settings import load_settings
 
     adding = arguments.command == "add"
     overrides = [*arguments.overrides, *([f"out={arguments.folder}"] if adding else [])]
     config = load_settings(BuildConfig, arguments.config, overrides)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    stopped = f"{config.out}: the build was stopped; finished shards are kept, the same command goes on from there"
+    with ended_by_signals(stopped):
         from pipelines.addition import Addition
         from pipelines.build import Build
         from pipelines.run import run_plain, run_with_prefect
 
         kind = Addition if adding else Build
         summary = run_plain(config, kind) if arguments.plain else run_with_prefect(config, kind)
-    except KeyboardInterrupt:
-        raise InterruptedBuildError(
-            f"{config.out}: the build was stopped; finished shards are kept, the same command goes on from there"
-        ) from None
     if arguments.json:
         print(json.dumps(summary.to_json()))
     else:
@@ -97,8 +91,8 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _preview(arguments: argparse.Namespace) -> int:
     from pipelines.config import BuildConfig
-    from pipelines.errors import InterruptedBuildError
     from pipelines.preview import preview
+    from pipelines.signals import ended_by_signals
     from shards.atomic import write_file
     from shards.errors import ConfigError
     from shards.settings import load_settings
@@ -108,11 +102,8 @@ def _preview(arguments: argparse.Namespace) -> int:
     page: Path | None = arguments.page
     if page and (page.is_dir() or not page.absolute().parent.is_dir()):
         raise ConfigError(f"{page}: is a folder, or its folder does not exist; give a file to write with --page")
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with ended_by_signals("the preview was stopped; nothing was written"):
         found = preview(load_settings(BuildConfig, arguments.config, arguments.overrides), arguments.records)
-    except KeyboardInterrupt:
-        raise InterruptedBuildError("the preview was stopped; nothing was written") from None
     if page:
         write_file(page, found.page.encode("utf-8", "surrogateescape"))
     print(json.dumps(found.to_json()) if arguments.json else found)
@@ -122,7 +113,7 @@ def _preview(arguments: argparse.Namespace) -> int:
 def _download(arguments: argparse.Namespace) -> int:
     from pipelines.download import run_download
     from pipelines.download_config import DownloadConfig
-    from pipelines.errors import InterruptedBuildError
+    from pipelines.signals import ended_by_signals
     from shards.settings import load_settings
 
     overrides = list(arguments.overrides)
@@ -136,19 +127,12 @@ def _download(arguments: argparse.Namespace) -> int:
     if arguments.split:
         overrides.append(f"parts=[{arguments.split}, annotations]")
     config = load_settings(DownloadConfig, Path(arguments.config) if arguments.config else None, overrides)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with ended_by_signals(
+        f"{config.out}: the download was stopped; the same command goes on from the bytes that are there"
+    ):
         result = run_download(config)
-    except KeyboardInterrupt:
-        raise InterruptedBuildError(
-            f"{config.out}: the download was stopped; the same command goes on from the bytes that are there"
-        ) from None
     print(json.dumps(result.to_json()) if arguments.json else result)
     return 0
-
-
-def _interrupt(signum: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _sample(arguments: argparse.Namespace) -> int:

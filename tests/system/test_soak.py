@@ -15,6 +15,7 @@ STEPS = 4000
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * 60 * 60)
 def test_two_hundred_kills_leave_every_sample_trained_once(drawn_shards: Path, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     began = time.monotonic()
