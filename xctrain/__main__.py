@@ -183,8 +183,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _scaling(arguments: argparse.Namespace) -> int:
     from shards.settings import load_settings
-    from xctrain.config import Config, ParallelConfig
+    from xctrain.config import Config
     from xctrain.errors import ConfigError
+    from xctrain.trainconfig import ParallelConfig
 
     # Settings may stand behind an option that takes several values, too.
     given = [(name, text) for name in ("gpus", "modes") for text in getattr(arguments, name)]

@@ -18,8 +18,9 @@ from shards.settings import load_settings
 from shards.stream import Slot, Stream
 from xctrain import checkpoint, resume
 from xctrain.captions import choose_captions
-from xctrain.config import Config, SourceConfig
+from xctrain.config import Config
 from xctrain.data import Data, open_data
+from xctrain.dataconfig import SourceConfig
 from xctrain.errors import ConfigError, RunError
 from xctrain.log import METRICS, read_lines, way_out
 from xctrain.state import TrainState

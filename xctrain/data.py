@@ -13,7 +13,7 @@ from shards.mix import Mix, Part, Stretches
 from shards.quarantine import Quarantine, quarantine_id
 from shards.reader import SplitReader
 from shards.sample import canonical_json
-from xctrain.config import DataConfig, SourceConfig
+from xctrain.dataconfig import DataConfig, SourceConfig
 from xctrain.errors import ConfigError
 from xctrain.state import Segment, Source
 

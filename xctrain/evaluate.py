@@ -21,7 +21,7 @@ from xctrain.state import TrainState
 
 if TYPE_CHECKING:
     from xctrain.collate import Row
-    from xctrain.config import EvalConfig
+    from xctrain.evalconfig import EvalConfig
     from xctrain.models import Family
     from xctrain.ranks import Ranks
 

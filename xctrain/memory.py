@@ -25,7 +25,8 @@ from xctrain.models.parameters import parameters_without_gradient
 
 if TYPE_CHECKING:
     from xctrain.collate import Batch
-    from xctrain.config import Config, OptimConfig
+    from xctrain.config import Config
+    from xctrain.trainconfig import OptimConfig
 
 WEIGHTS, ADAPTER, GRADIENTS, OPTIMIZER = "weights", "adapter", "gradients", "optimizer"
 BATCH, ACTIVATIONS, LOGITS, UPDATE = "batch", "activations", "logits", "update"

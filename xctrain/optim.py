@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from xctrain.config import OptimConfig
+from xctrain.trainconfig import OptimConfig
 
 
 def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:

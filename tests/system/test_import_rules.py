@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 ORDER = re.findall(
     r"\w+",
     """
-    errors best config state data spikes log flops prompt loss ptb scores captions collate speed decode phase
-    processes tracked follow trackers loader models basemodel optim memory hostmemory rng ranks reading tensors
-    parallel zero checkpoint resume pushed push bring saver evaluate run progress badbatch firstbatch loop charts
-    history page proof gallery largest drystep start plan audit report endfigures compare sheet session export scaling
-    launch doctor demo __main__
+    errors best section dataconfig modelconfig trainconfig evalconfig config state data spikes log flops prompt loss
+    ptb scores captions collate speed decode phase processes tracked follow trackers loader models basemodel optim
+    memory hostmemory rng ranks reading tensors parallel zero checkpoint resume pushed push bring saver evaluate run
+    progress badbatch firstbatch loop charts history page proof gallery largest drystep start plan audit report
+    endfigures compare sheet session export scaling launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.

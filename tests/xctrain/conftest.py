@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from xctrain.collate import Row
-from xctrain.config import ModelConfig
+from xctrain.modelconfig import ModelConfig
 from xctrain.models.hf import HfFamily
 from xctrain.models.tiny import build_tiny
 

@@ -15,8 +15,9 @@ from shards.settings import load_settings
 from xctrain import audit
 from xctrain.bring import fetch_run
 from xctrain.collate import Batch
-from xctrain.config import Config, DataConfig
+from xctrain.config import Config
 from xctrain.data import Data, open_data
+from xctrain.dataconfig import DataConfig
 from xctrain.errors import TrainError
 from xctrain.loop import log_pushes, train
 from xctrain.push import claim

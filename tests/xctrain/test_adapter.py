@@ -12,7 +12,8 @@ from torch import nn
 from shards.errors import ConfigError
 from shards.settings import load_settings
 from xctrain.collate import Row
-from xctrain.config import AdapterConfig, Config, ModelConfig
+from xctrain.config import Config
+from xctrain.modelconfig import AdapterConfig, ModelConfig
 from xctrain.models import open_family
 from xctrain.models.adapter import linear_layers, merge, quantise
 from xctrain.models.hf import HfFamily, checkpoint_gradients, language_model

@@ -13,10 +13,10 @@ from torch import nn
 
 from xctrain import checkpoint, rng, tensors
 from xctrain.checkpoint import Checkpoints, Content
-from xctrain.config import OptimConfig
 from xctrain.errors import CheckpointError
 from xctrain.optim import make_optimizer
 from xctrain.state import Segment, TrainState
+from xctrain.trainconfig import OptimConfig
 
 SEGMENT = Segment(0, 0, 0, 100, 12, "abc", "train", seed=7, fragment=32, window=64, lanes=4)
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from shards.settings import load_settings
-from xctrain.config import Config, TrainConfig, trajectory_fields
+from xctrain.config import Config, trajectory_fields
 from xctrain.errors import ConfigError
+from xctrain.trainconfig import TrainConfig
 
 
 def refused(*overrides: str) -> str:

@@ -17,9 +17,9 @@ from shards.errors import ConfigError, DamagedSampleError
 from shards.reader import SplitReader
 from shards.sample import Sample
 from shards.stream import Slot
-from xctrain.config import ModelConfig
 from xctrain.decode import Decoder, as_tensor, resize
 from xctrain.loader import SlotRows
+from xctrain.modelconfig import ModelConfig
 from xctrain.models import hf, open_family
 from xctrain.models.xcomposer_images import CHAT, FINETUNE, Tiling
 

@@ -11,8 +11,8 @@ from small import config_of, data_of, train_here
 from tiny import TinyFamily, TinyModel
 
 from shards.reader import SplitReader
-from xctrain.config import EvalConfig
 from xctrain.errors import RunError
+from xctrain.evalconfig import EvalConfig
 from xctrain.evaluate import Evaluation, as_event, evaluate, write_captions
 from xctrain.ranks import Ranks, join
 

@@ -14,9 +14,9 @@ from small import train_here
 from xcomposers import build_xcomposer
 
 from xctrain.collate import Batch, Row
-from xctrain.config import ModelConfig
 from xctrain.firstbatch import NAME, render
 from xctrain.loss import IGNORED
+from xctrain.modelconfig import ModelConfig
 from xctrain.models import Family
 from xctrain.models.hf import HfFamily
 from xctrain.models.xcomposer import XComposerFamily

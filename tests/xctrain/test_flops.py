@@ -11,8 +11,8 @@ from test_xcomposer_weights import PUBLISHED
 from xcomposers import build_xcomposer
 
 from xctrain.collate import Row
-from xctrain.config import AdapterConfig, ModelConfig
 from xctrain.flops import Part, Shape, Work, peak_flops, step_flops
+from xctrain.modelconfig import AdapterConfig, ModelConfig
 from xctrain.models.hf import HfFamily
 from xctrain.models.xcomposer import XComposerFamily
 from xctrain.models.xcomposer_config import XComposerConfig

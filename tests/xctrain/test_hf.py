@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from shards.errors import ConfigError
 from xctrain.collate import Row
-from xctrain.config import ModelConfig
 from xctrain.decode import as_tensor
 from xctrain.loss import IGNORED
+from xctrain.modelconfig import ModelConfig
 from xctrain.models import open_family
 from xctrain.models.hf import HfFamily
 from xctrain.models.parameters import parameters_without_gradient, types_and_attention

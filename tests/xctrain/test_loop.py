@@ -15,8 +15,9 @@ from tiny import TinyFamily, TinyModel
 
 from shards.reader import SplitReader
 from xctrain.collate import Batch
-from xctrain.config import Config, EvalConfig
+from xctrain.config import Config
 from xctrain.errors import CheckpointError, NotFiniteError, TrainError
+from xctrain.evalconfig import EvalConfig
 from xctrain.evaluate import evaluate
 from xctrain.ranks import Ranks
 from xctrain.start import Plan

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from small import config_of
 from torch import nn
 
-from xctrain.config import OptimConfig
 from xctrain.errors import ConfigError
 from xctrain.optim import learning_rate, make_optimizer, set_learning_rate
 from xctrain.ranks import join
+from xctrain.trainconfig import OptimConfig
 
 
 def test_warm_up_rises_linearly_to_the_peak() -> None:

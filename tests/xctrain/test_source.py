@@ -18,7 +18,8 @@ from xcomposers import build_xcomposer
 from shards.errors import ConfigError
 from shards.settings import load_settings
 from xctrain.basemodel import base_model, ensure_base_model, model_id
-from xctrain.config import Config, ModelConfig
+from xctrain.config import Config
+from xctrain.modelconfig import ModelConfig
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SETTINGS = [

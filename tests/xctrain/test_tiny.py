@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from xctrain.collate import Row
-from xctrain.config import ModelConfig
+from xctrain.modelconfig import ModelConfig
 from xctrain.models import open_family
 from xctrain.models.tiny import build_tiny
 

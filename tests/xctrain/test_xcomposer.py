@@ -16,8 +16,8 @@ from xcomposers import build_xcomposer
 
 from shards.errors import ConfigError
 from xctrain.collate import Row
-from xctrain.config import ModelConfig
 from xctrain.loss import IGNORED
+from xctrain.modelconfig import ModelConfig
 from xctrain.models import open_family
 from xctrain.models.parameters import parameters_without_gradient
 from xctrain.models.xcomposer import XComposerFamily

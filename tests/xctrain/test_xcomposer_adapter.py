@@ -16,7 +16,8 @@ from xcomposers import CONFIG, build_xcomposer, write_large
 from shards.errors import ConfigError
 from shards.settings import load_settings
 from xctrain.collate import Row
-from xctrain.config import AdapterConfig, Config, ModelConfig
+from xctrain.config import Config
+from xctrain.modelconfig import AdapterConfig, ModelConfig
 from xctrain.models import open_family
 from xctrain.models.parameters import parameter_table
 from xctrain.models.xcomposer import XComposerFamily
@@ -206,7 +207,7 @@ _LOAD = """
 import gc, sys
 from pathlib import Path
 import torch
-from xctrain.config import AdapterConfig, ModelConfig
+from xctrain.modelconfig import AdapterConfig, ModelConfig
 from xctrain.models import open_family
 
 def resident(name):

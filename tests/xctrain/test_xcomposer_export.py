@@ -22,7 +22,7 @@ from xctrain.session import open_model
 CAPTION = """
 import sys
 from shards.reader import SplitReader
-from xctrain.config import ModelConfig
+from xctrain.modelconfig import ModelConfig
 from xctrain.models import open_family
 folder, shards = sys.argv[1:]
 family = open_family(ModelConfig(family="xcomposer", path=folder, hd_num=4), folder)

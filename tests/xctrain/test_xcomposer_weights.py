@@ -15,7 +15,7 @@ from xcomposers import CONFIG, build_xcomposer
 
 from shards.errors import ConfigError
 from xctrain.collate import Row
-from xctrain.config import ModelConfig
+from xctrain.modelconfig import ModelConfig
 from xctrain.models.xcomposer import XComposerFamily
 from xctrain.models.xcomposer_config import XComposerConfig, read_config
 from xctrain.models.xcomposer_decoder import DECODER_LINEARS

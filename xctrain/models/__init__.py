@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from xctrain.collate import Batch, Row
-    from xctrain.config import AdapterConfig, ModelConfig
     from xctrain.flops import Shape
+    from xctrain.modelconfig import AdapterConfig, ModelConfig
     from xctrain.models.lengths import RowLengths
 
 # Where DeepSpeed is installed, saving a model imports it, and it talks on stdout, where programs read.

@@ -16,7 +16,7 @@ from shards.errors import ConfigError
 from xctrain.models.empty import put_empty_in_4_bits
 
 if TYPE_CHECKING:
-    from xctrain.config import AdapterConfig
+    from xctrain.modelconfig import AdapterConfig
 
 # It says on every rank that it cannot download a faster kernel for captioning in 4 bits on a CPU.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from xctrain.config import OptimConfig
+from xctrain.trainconfig import OptimConfig
 
 _CLASSES = {"adamw8bit": "AdamW8bit", "paged_adamw": "PagedAdamW32bit", "paged_adamw8bit": "PagedAdamW8bit"}
 

@@ -26,7 +26,7 @@ from xctrain.models.parameters import freeze, matrices_of
 from xctrain.prompt import Prompt, answer_ids, make_prompt
 
 if TYPE_CHECKING:
-    from xctrain.config import AdapterConfig, ModelConfig
+    from xctrain.modelconfig import AdapterConfig, ModelConfig
 
 # The tokenizers' thread pool does not survive the fork of a loader worker, and says so on every one of them.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from shards.errors import ConfigError
 
 if TYPE_CHECKING:
-    from xctrain.config import ModelConfig
+    from xctrain.modelconfig import ModelConfig
 
 _WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt"]
 _UNUSED = ["*.msgpack", "*.h5", "*.onnx", "*.gguf", "*.ot"]  # the same weights for other libraries

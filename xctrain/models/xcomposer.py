@@ -35,7 +35,7 @@ from xctrain.models.xcomposer_weights import (
 )
 
 if TYPE_CHECKING:
-    from xctrain.config import AdapterConfig, ModelConfig
+    from xctrain.modelconfig import AdapterConfig, ModelConfig
 
 # Parts with a setting of their own in the config, and their parameters.
 _PARTS = {"plora": "*_plora.*", "separators": "plora_*_GN"}
