@@ -124,7 +124,8 @@ def _launch(arguments: argparse.Namespace) -> int:
     from xctrain.config import Config
     from xctrain.errors import ConfigError
     from xctrain.launch import LOGS, STALL_MARGIN_S, Nodes, launch, num_gpus
-    from xctrain.start import is_complete, lock, make_plan, make_run_folder
+    from xctrain.runfolder import lock, make_run_folder
+    from xctrain.start import is_complete, make_plan
 
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}, expected 1 or more")

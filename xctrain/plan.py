@@ -11,11 +11,11 @@ from xctrain import basemodel, largest, memory, resume
 from xctrain.config import Config
 from xctrain.data import Data, open_data
 from xctrain.errors import ConfigError
+from xctrain.heldout import datasets_to_score
 from xctrain.hostmemory import available_bytes
 from xctrain.largest import Length
 from xctrain.loader import num_workers
 from xctrain.memory import KINDS, Tally
-from xctrain.start import datasets_to_score
 from xctrain.state import TrainState
 from xctrain.trackers import require_trackers
 

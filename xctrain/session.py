@@ -18,7 +18,8 @@ from xctrain.log import require_whole_log
 from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.reading import begin_reading
-from xctrain.start import Plan, lock, make_plan, open_model, require_one_folder, start
+from xctrain.runfolder import lock, require_one_folder
+from xctrain.start import Plan, make_plan, open_model, start
 from xctrain.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
         ranks.agree(lambda: require_whole_log(config.run.dir) if ranks.is_main else None)
         plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
         ranks.agree(lambda: push.claim(config) if ranks.is_main else None)
-        require_one_folder(config, ranks, plan)
+        require_one_folder(config, ranks, plan.state)
         start_n = plan.state.samples_consumed
         reading = ranks.agree(lambda: begin_reading(config, ranks, plan.data, plan.stream, start_n))
         enter("loading the model")

@@ -18,8 +18,8 @@ ORDER = re.findall(
     errors best section dataconfig modelconfig trainconfig evalconfig config state data spikes log flops prompt loss
     ptb scores captions collate speed decode phase processes tracked follow trackers loader models basemodel optim
     memory hostmemory rng ranks reading tensors parallel zero checkpoint resume pushed push bring saver evaluate run
-    progress badbatch firstbatch loop charts history page proof gallery largest drystep start plan audit report
-    endfigures compare sheet session export scaling launch doctor demo __main__
+    progress badbatch firstbatch loop charts history page proof gallery largest drystep runfolder world startlog
+    heldout start plan audit report endfigures compare sheet session export scaling launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.

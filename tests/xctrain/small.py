@@ -22,8 +22,9 @@ from xctrain.errors import TrainError
 from xctrain.loop import log_pushes, train
 from xctrain.push import claim
 from xctrain.ranks import Ranks, join
+from xctrain.runfolder import lock
 from xctrain.session import OpenModel
-from xctrain.start import Plan, lock, make_plan, start
+from xctrain.start import Plan, make_plan, start
 from xctrain.state import TrainState
 
 
