@@ -6,9 +6,12 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypeAlias, get_args
 
 from shards import cli
+
+_Command: TypeAlias = Callable[[argparse.Namespace], int]
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _EPILOG = "exit codes: 0 done, 1 failed, 2 wrong usage or config, 75 stopped by a signal after saving"
 
@@ -16,7 +19,7 @@ _EPILOG = "exit codes: 0 done, 1 failed, 2 wrong usage or config, 75 stopped by 
 def main(argv: Sequence[str]) -> int:
     """Run one command; exit code."""
     arguments = cli.parse_with_settings(_parser(), argv)
-    command: Callable[[argparse.Namespace], int] = arguments.command
+    command: _Command = arguments.command
     return command(arguments)
 
 
@@ -25,68 +28,87 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--version", action=cli.ShowVersion)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_config_commands(commands)
+    _add_run_commands(commands)
+    _add_other_commands(commands)
+    return parser
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text, epilog=_EPILOG)
-        added.set_defaults(command=command)
-        return added
 
-    def add_config(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = add(name, command, text)
-        added.add_argument("config", type=Path, help="YAML file, see configs/")
-        added.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings on top of the file")
-        return added
+def _add(commands: _Commands, name: str, command: _Command, text: str) -> argparse.ArgumentParser:
+    added = commands.add_parser(name, help=text, description=text, epilog=_EPILOG)
+    added.set_defaults(command=command)
+    return added
 
-    def add_run(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = add(name, command, text)
-        added.add_argument("run", type=Path, help="run folder")
-        if name in ("audit", "batch"):
-            add_shards(added)
-        return added
 
-    def add_shards(added: argparse.ArgumentParser) -> None:
-        added.add_argument(
-            "--shards",
-            action="append",
-            default=[],
-            metavar="DIR",
-            help="where the run's shards lie now, if moved; of a mix NAME=DIR, once for each",
-        )
+def _add_config(commands: _Commands, name: str, command: _Command, text: str) -> argparse.ArgumentParser:
+    added = _add(commands, name, command, text)
+    added.add_argument("config", type=Path, help="YAML file, see configs/")
+    added.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings on top of the file")
+    return added
 
-    add_config("train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")
-    launch = add_config("launch", _launch, "train all ranks of this node, one process per GPU")
+
+def _add_run(commands: _Commands, name: str, command: _Command, text: str) -> argparse.ArgumentParser:
+    added = _add(commands, name, command, text)
+    added.add_argument("run", type=Path, help="run folder")
+    return added
+
+
+def _add_shards(added: argparse.ArgumentParser) -> None:
+    added.add_argument(
+        "--shards",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="where the run's shards lie now, if moved; of a mix NAME=DIR, once for each",
+    )
+
+
+def _add_config_commands(commands: _Commands) -> None:
+    _add_config(commands, "train", _train, "train one rank; starts under accelerate launch, torchrun and Slurm alike")
+    launch = _add_config(commands, "launch", _launch, "train all ranks of this node, one process per GPU")
     launch.add_argument("--processes", type=int, required=True, help="number of processes on this node, one per GPU")
     launch.add_argument("--nodes", type=int, default=1, help="number of nodes, each with as many processes")
     launch.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of the nodes this is, from 0")
     launch.add_argument("--master", metavar="HOST[:PORT]", help="name or address of node 0, where the others find it")
     launch.add_argument("--dry-run", action="store_true", help="check the config, and print the command of each node")
-    plan = add_config("plan", _plan, "say before anything is loaded what a run needs, and what it would refuse")
+    plan = _add_config(
+        commands, "plan", _plan, "say before anything is loaded what a run needs, and what it would refuse"
+    )
     plan.add_argument(
         "--gpus", type=int, metavar="N", help="processes to plan for, one per GPU; those here if left out"
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    scaling = add_config("scaling", _scaling, "the same job on several numbers of GPUs, as one table")
+    scaling = _add_config(commands, "scaling", _scaling, "the same job on several numbers of GPUs, as one table")
     scaling.add_argument("--gpus", nargs="+", required=True, metavar="N", help="numbers of processes")
     scaling.add_argument("--modes", nargs="+", default=["ddp", "zero2"], metavar="MODE", help="values of parallel.mode")
     scaling.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of runs and table, run.dir-scaling unless given"
     )
-    evaluate = add_config("evaluate", _evaluate, "caption and score a split with the run's newest checkpoint")
+    evaluate = _add_config(
+        commands, "evaluate", _evaluate, "caption and score a split with the run's newest checkpoint"
+    )
     evaluate.add_argument("--json", action="store_true", help="print the scores as JSON")
     evaluate.add_argument("--out", type=Path, help="write the captions there, one JSON line an image")
-    audit = add_run("audit", _audit, "prove that a run trained on each sample of its order exactly once")
+
+
+def _add_run_commands(commands: _Commands) -> None:
+    audit = _add_run(commands, "audit", _audit, "prove that a run trained on each sample of its order exactly once")
+    _add_shards(audit)
     audit.add_argument("--json", action="store_true", help="print the audit as JSON")
-    batch = add_run("batch", _batch, "show the samples of a step, past or future")
+    batch = _add_run(commands, "batch", _batch, "show the samples of a step, past or future")
+    _add_shards(batch)
     which = batch.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="step, counted from 1")
     which.add_argument("--position", type=int, metavar="N", help="a position of the batch, which may have been skipped")
     batch.add_argument("--json", action="store_true", help="print the samples as JSON")
     batch.add_argument("--out", type=Path, metavar="FILE.html", help="draw the samples with their captions on one page")
-    caption = add_run("caption", _caption, "caption your own pictures")
+    caption = _add_run(commands, "caption", _caption, "caption your own pictures")
     caption.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="picture files or folders of them")
     caption.add_argument("--json", action="store_true", help="one JSON line a picture")
     caption.add_argument("--out", type=Path, help="write to this file instead of the screen")
-    export = add_run("export", _export, "write a checkpoint as a model folder, its adapter merged into the base")
+    export = _add_run(
+        commands, "export", _export, "write a checkpoint as a model folder, its adapter merged into the base"
+    )
     export.add_argument("out", type=Path, metavar="OUT", help="new folder, which the Hugging Face Auto classes load")
     export.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="checkpoint or best, the run's newest unless given"
@@ -97,15 +119,17 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights; as model.dtype"
     )
     export.add_argument("--json", action="store_true", help="print what was done as JSON")
-    report = add("report", _report, "make a page of a run, or one that compares several")
+
+
+def _add_other_commands(commands: _Commands) -> None:
+    report = _add(commands, "report", _report, "make a page of a run, or one that compares several")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    add_shards(report)
+    _add_shards(report)
     report.add_argument(
         "--out", type=Path, help="file to write; RUN/report.html unless given, of several runs comparison.html here"
     )
-    doctor = add("doctor", _doctor, "test this machine, with one next step for each finding")
+    doctor = _add(commands, "doctor", _doctor, "test this machine, with one next step for each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:

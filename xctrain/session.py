@@ -14,12 +14,13 @@ from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
 from xctrain.data import held_out, open_data
 from xctrain.errors import ConfigError, TrainError
-from xctrain.log import require_whole_log
+from xctrain.log import JsonLines, require_whole_log
 from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.reading import begin_reading
 from xctrain.runfolder import lock, require_one_folder
 from xctrain.start import Plan, make_plan, open_model, start
+from xctrain.state import TrainState
 from xctrain.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -47,12 +48,7 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
     try:
         enter("reading shards and checkpoints")
         held = ranks.agree(lambda: lock(config) if ranks.is_main else None)
-        for note in ranks.agree(lambda: bring.fetch_run(config) if ranks.is_main else []):
-            print(note, file=sys.stderr)
-        ranks.agree(lambda: require_whole_log(config.run.dir) if ranks.is_main else None)
-        plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
-        ranks.agree(lambda: push.claim(config) if ranks.is_main else None)
-        require_one_folder(config, ranks, plan.state)
+        plan = _plan_together(config, ranks)
         start_n = plan.state.samples_consumed
         reading = ranks.agree(lambda: begin_reading(config, ranks, plan.data, plan.stream, start_n))
         enter("loading the model")
@@ -80,19 +76,8 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             unpushed = run.saver.pusher.finish()
             log_pushes(run)
         if run.log:
-            for found in failed:
-                run.log.write(event="tracker", step=state.step, samples_consumed=state.samples_consumed, **found)
-            reason = "stopped" if stopped else "done"
-            run.log.write(event="stop", step=state.step, samples_consumed=state.samples_consumed, reason=reason)
-            run.log.close()
-            text = "stopped after saving step {}; start again to go on" if stopped else "done: step {}"
-            if not state.step:
-                text = "stopped at step {}, nothing was to be saved; start again to go on"
-            masked = f", {len(state.masked)} of them masked" if state.masked else ""
-            print(
-                f"{text.format(state.step)}, {state.samples_consumed} samples{masked}, {config.run.dir}",
-                file=sys.stderr,
-            )
+            _log_end(run.log, state, failed, stopped=stopped)
+            _say_end(config, state, stopped=stopped)
         del held
         if unpushed and not stopped:
             push.refuse_unpushed(config, unpushed)
@@ -108,6 +93,33 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             "start again to go on from the newest checkpoint"
         ) from error
     return _leave(EXIT_STOPPED if stopped else 0)
+
+
+def _plan_together(config: Config, ranks: "Ranks") -> Plan:
+    """Where the run goes on from, the same for every rank, once the folder is locked and a run at an address is here."""
+    for note in ranks.agree(lambda: bring.fetch_run(config) if ranks.is_main else []):
+        print(note, file=sys.stderr)
+    ranks.agree(lambda: require_whole_log(config.run.dir) if ranks.is_main else None)
+    plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
+    ranks.agree(lambda: push.claim(config) if ranks.is_main else None)
+    require_one_folder(config, ranks, plan.state)
+    return plan
+
+
+def _log_end(log: JsonLines, state: TrainState, failed: Sequence[dict[str, Any]], *, stopped: bool) -> None:
+    for found in failed:
+        log.write(event="tracker", step=state.step, samples_consumed=state.samples_consumed, **found)
+    reason = "stopped" if stopped else "done"
+    log.write(event="stop", step=state.step, samples_consumed=state.samples_consumed, reason=reason)
+    log.close()
+
+
+def _say_end(config: Config, state: TrainState, *, stopped: bool) -> None:
+    text = "stopped after saving step {}; start again to go on" if stopped else "done: step {}"
+    if not state.step:
+        text = "stopped at step {}, nothing was to be saved; start again to go on"
+    masked = f", {len(state.masked)} of them masked" if state.masked else ""
+    print(f"{text.format(state.step)}, {state.samples_consumed} samples{masked}, {config.run.dir}", file=sys.stderr)
 
 
 def _leave(code: int) -> int:
