@@ -241,18 +241,18 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from xctrain import audit
+    from xctrain import audit, trained
 
-    result = audit.audit(audit.open_run(arguments.run, arguments.shards))
+    result = audit.audit(trained.open_run(arguments.run, arguments.shards))
     print(json.dumps(result.to_json(), indent=1) if arguments.json else audit.as_text(result))
     return 0 if result.ok else 1
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from xctrain import audit
+    from xctrain import audit, trained
     from xctrain.errors import ConfigError
 
-    run = audit.open_run(arguments.run, arguments.shards, begun=True)
+    run = trained.open_run(arguments.run, arguments.shards, begun=True)
     if arguments.position is None:
         rows = audit.batch_of_step(run, arguments.step)
     else:

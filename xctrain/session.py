@@ -285,10 +285,10 @@ def report_runs(run_dirs: Sequence[Path], out: Path | None, shards: Sequence[str
 
 
 def _audited(run_dir: Path, shards: Sequence[str]) -> dict[str, Any] | None:
-    from xctrain import audit
+    from xctrain import audit, trained
 
     try:
-        result: dict[str, Any] = dict(audit.audit(audit.open_run(run_dir, shards)).to_json())
+        result: dict[str, Any] = dict(audit.audit(trained.open_run(run_dir, shards)).to_json())
     except UserError as error:
         print(f"no audit in the report: {error}", file=sys.stderr)
         return None
@@ -298,8 +298,8 @@ def _audited(run_dir: Path, shards: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _gallery(config: Config, shards: Sequence[str]) -> dict[str, bytes]:
-    from xctrain.audit import where_shards_lie
     from xctrain.gallery import NUM_PICTURES
+    from xctrain.trained import where_shards_lie
 
     try:
         found = held_out(where_shards_lie(config, shards).data, config.eval.split, config.eval.source)

@@ -7,9 +7,9 @@ from typing import Any
 
 from shards.atomic import write_file
 from shards.errors import DamagedSampleError, counted
-from xctrain.audit import Trained
 from xctrain.history import History, number
 from xctrain.page import fill, thumbnail
+from xctrain.trained import Trained
 
 _THUMBNAIL_PX = 320
 

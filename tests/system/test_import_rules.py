@@ -19,7 +19,7 @@ ORDER = re.findall(
     ptb scores captions collate speed decode phase processes tracked follow trackers loader models basemodel optim
     memory hostmemory rng ranks reading tensors parallel zero checkpoint resume pushed push bring saver evaluate run
     progress badbatch firstbatch loop charts history page proof gallery largest drystep runfolder world startlog
-    heldout start plan audit report endfigures compare sheet session export scaling launch doctor demo __main__
+    heldout start plan trained audit report endfigures compare sheet session export scaling launch doctor demo __main__
     """,
 )
 # Modules that know Prefect; the rest of the build runs as plain Python.

@@ -7,7 +7,7 @@ from pathlib import Path
 import runs
 
 from shards.reader import SplitReader
-from xctrain import audit
+from xctrain import audit, trained
 
 
 def by_epoch(run: Path, bounds: list[int]) -> list[Counter[str]]:
@@ -26,4 +26,4 @@ def once(keys: list[str]) -> Counter[str]:
 
 def batch_keys(run: Path, step: int) -> list[tuple[int, str]]:
     """What `xctrain batch` says of a step."""
-    return sorted((row["n"], row["key"]) for row in audit.batch_of_step(audit.open_run(run), step))
+    return sorted((row["n"], row["key"]) for row in audit.batch_of_step(trained.open_run(run), step))

@@ -12,7 +12,7 @@ from tiny import TinyFamily, TinyModel, open_tiny
 from torch import Tensor
 
 from shards.settings import load_settings
-from xctrain import audit
+from xctrain import audit, trained
 from xctrain.bring import fetch_run
 from xctrain.collate import Batch
 from xctrain.config import Config
@@ -74,7 +74,7 @@ def train_here(
 
 
 def audit_of(run: Path) -> audit.Audit:
-    return audit.audit(audit.open_run(run))
+    return audit.audit(trained.open_run(run))
 
 
 class PoisonedModel(TinyModel):

@@ -20,6 +20,7 @@ from xctrain.errors import ConfigError, NotFiniteError, RunError
 from xctrain.follow import newest_run_id, whole_lines
 from xctrain.loader import SlotRows
 from xctrain.log import require_whole_log
+from xctrain.trained import open_run
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def make_damaged(run: Path) -> None:
 def test_folder_without_a_checkpoint_is_refused(run: Path, change: Callable[[Path], None], text: str) -> None:
     change(run)
     with pytest.raises(RunError if run.exists() else ConfigError) as error:
-        audit.open_run(run)
+        open_run(run)
     assert str(run) in str(error.value)
     assert text in str(error.value)
 
@@ -194,11 +195,11 @@ def test_folder_without_a_checkpoint_is_refused(run: Path, change: Callable[[Pat
 def test_other_data_than_was_trained_on_is_refused_with_both_manifests(drawn_shards: Path, tmp_path: Path) -> None:
     shards = Path(shutil.copytree(drawn_shards, tmp_path / "shards"))
     train_here(shards, tmp_path / "run")
-    saved = audit.open_run(tmp_path / "run").data.manifest_id
+    saved = open_run(tmp_path / "run").data.manifest_id
     shutil.rmtree(shards)
     found = write_dataset(shards, {"train": [90]}).manifest_id
     with pytest.raises(UserError, match=f"manifest_id is {found}, the run was trained on {saved}"):
-        audit.open_run(tmp_path / "run")
+        open_run(tmp_path / "run")
 
 
 def batch(run: Path, step: int, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str]]:
@@ -388,3 +389,21 @@ def test_batch_is_right_behind_skips_and_across_segments(
     assert [n for n, _ in trained[8]] == [96, 97, 98, 99]
     assert {step: batch(tmp_path, step, capsys) for step in trained} == trained
     assert audit_of(tmp_path).ok
+
+
+def test_checkpoint_that_a_running_run_renames_meanwhile_is_read_under_its_new_name(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    newest = max((run / "checkpoints").iterdir())
+    aside = newest.rename(newest.with_name(f".{newest.name}.tmp"))
+    read = checkpoint.read_position
+
+    def read_late(path: Path) -> Any:
+        if path == aside and aside.exists():
+            aside.rename(newest)
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "read_position", read_late)
+    assert open_run(run).state.step == 10
+    assert newest.exists()

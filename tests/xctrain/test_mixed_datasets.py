@@ -57,11 +57,11 @@ def test_plan_says_what_each_dataset_of_a_mix_is_of_every_batch(
 
 
 def test_each_pass_of_a_repeated_dataset_draws_other_captions(shards: Path, own: Path, tmp_path: Path) -> None:
-    from xctrain import audit
+    from xctrain import audit, trained
 
     run = tmp_path / "run"
     train_here(Path(mixed(shards, own)), run, train__num_steps=12)
-    opened = audit.open_run(run)
+    opened = trained.open_run(run)
     chosen: dict[str, list[str]] = {}
     for step in range(1, 13):
         for row in audit.batch_of_step(opened, step):

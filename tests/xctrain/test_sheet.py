@@ -14,6 +14,7 @@ from xctrain import audit
 from xctrain.errors import ConfigError
 from xctrain.history import History
 from xctrain.report import render
+from xctrain.trained import open_run
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def page(run: Path, out: Path, *which: str) -> str:
 def test_page_shows_every_picture_of_the_step_with_its_captions(trained: tuple[Path, Path], tmp_path: Path) -> None:
     _shards, run = trained
     text = page(run, tmp_path / "step.html", "--step", "2")
-    rows = audit.batch_of_step(audit.open_run(run), 2)
+    rows = audit.batch_of_step(open_run(run), 2)
     assert text.count("<figure>") == text.count("data:image/jpeg;base64,") == len(rows) == 12
     for row in rows:
         assert row["key"] in text
@@ -54,7 +55,7 @@ def test_page_of_a_step_to_come_says_so(trained: tuple[Path, Path], tmp_path: Pa
 
 def test_damaged_sample_is_shown_with_its_reason(trained: tuple[Path, Path], tmp_path: Path) -> None:
     run = trained[1]
-    [masked] = {m.n: m for m in audit.open_run(run).state.masked if m.n < 100}.values()
+    [masked] = {m.n: m for m in open_run(run).state.masked if m.n < 100}.values()
     text = page(run, tmp_path / "step.html", "--position", str(masked.n))
     assert text.count("no picture") == 1
     assert "no loss: damaged: train-000000.tar: sample 3 (000000000003): crc32 of" in text
