@@ -11,7 +11,8 @@ from small import audit_of
 
 SEED = 20240301
 KILLS = 200
-STEPS = 8000  # more than are trained between so many kills
+STEPS = 6000  # more than are trained between so many kills
+LONGEST_S = 1800  # of a run without a kill
 
 
 @pytest.mark.slow
@@ -24,7 +25,7 @@ def test_two_hundred_kills_leave_every_sample_trained_once(drawn_shards: Path, t
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     start_s = time.monotonic() - began
-    runs.finish(process)
+    runs.finish(process, timeout_s=LONGEST_S)
     rng = random.Random(SEED)
     for number in range(KILLS):
         ranks = rng.choice((1, 2, 3))
@@ -42,7 +43,8 @@ def test_two_hundred_kills_leave_every_sample_trained_once(drawn_shards: Path, t
             runs.kill_at(process, killed, runs.last_step(killed) + rng.randrange(1, 8), delay_s=rng.uniform(0, 0.05))
         assert process.returncode == -signal.SIGKILL, "it came to its end before the kill"
         print(f"kill {number + 1} of {KILLS}: {ranks} ranks, step {runs.last_step(killed)}", flush=True)
-    runs.train(drawn_shards, killed, 2, train__num_steps=STEPS, train__save_every=1000)
+    arguments = runs.settings(drawn_shards, killed, train__num_steps=STEPS, train__save_every=1000)
+    runs.finish(runs.launcher(arguments, 2), timeout_s=LONGEST_S)
 
     assert runs.keys_by_step(killed) == runs.keys_by_step(straight)
     result = audit_of(killed)
