@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from shards.errors import counted
 from xctrain.trainconfig import OptimConfig
 
 
@@ -21,6 +22,17 @@ def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
     done = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def warmup_notes(num_steps: int, config: OptimConfig) -> list[str]:
+    """What to say of a run that ends within its warm-up, which is allowed and seldom meant."""
+    if config.warmup_steps <= num_steps:
+        return []
+    highest = learning_rate(num_steps - 1, num_steps, config)
+    return [
+        f"optim.warmup_steps is {config.warmup_steps}, the run has {counted(num_steps, 'step')}: the learning rate only rises, "
+        f"to {highest:.3g} of optim.lr={config.lr:g}; lower optim.warmup_steps unless that is meant"
+    ]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ from xctrain.hostmemory import available_bytes
 from xctrain.largest import Length
 from xctrain.loader import num_workers
 from xctrain.memory import KINDS, Tally
+from xctrain.optim import warmup_notes
 from xctrain.state import TrainState
 from xctrain.trackers import require_trackers
 
@@ -119,7 +120,7 @@ def make_plan(config: Config, gpus: int) -> Plan:
         most_gb={kind: tally.most[kind] / 1e9 for kind in KINDS} if tally else {},
         total_gb=sum(tally.peak.values()) / 1e9 if tally else None,
         refused=refused,
-        notes=[*shares(data), note, *checkpoints(config, family)],
+        notes=[*shares(data), note, *checkpoints(config, family), *warmup_notes(steps, config.optim)],
     )
 
 

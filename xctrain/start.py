@@ -147,6 +147,7 @@ def start(
 
     from xctrain.drystep import dry_step, first_caption
     from xctrain.firstbatch import write_first_batch
+    from xctrain.optim import warmup_notes
     from xctrain.run import Run
     from xctrain.speed import utilisation
 
@@ -167,7 +168,8 @@ def start(
         say_differences(plan.point, world)
     if not (config.eval.every and plan.state.samples_consumed == 0):  # which is about to write all captions
         first_caption(config, ranks, engine, family, largest[0], plan.reader)
-    log, keys = open_logs(config, ranks, plan.state, plan.point, plan.notes, world)
+    notes = (*plan.notes, *warmup_notes(plan.num_steps, config.optim))
+    log, keys = open_logs(config, ranks, plan.state, plan.point, notes, world)
     saver = make_saver(config, ranks, plan, family)
     restore_generators(config, ranks, plan)
     held_out = HeldOut(config, ranks, engine, family, plan.held_out, plan.state.samples_consumed, log, stop_asked)

@@ -7,7 +7,7 @@ import pytest
 import runs
 import torch
 from safetensors.torch import load_file
-from small import config_of
+from small import config_of, train_here
 from torch import nn
 
 from xctrain.errors import ConfigError
@@ -19,6 +19,21 @@ from xctrain.trainconfig import OptimConfig
 def test_warm_up_rises_linearly_to_the_peak() -> None:
     config = OptimConfig(lr=0.4, warmup_steps=4, schedule="constant")
     assert [learning_rate(step, 10, config) for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+
+
+def test_warm_up_that_a_run_ends_within_is_said_at_its_start(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = (
+        "optim.warmup_steps is 20, the run has 5 steps: the learning rate only rises, to 0.1 of optim.lr=0.4; lower "
+        "optim.warmup_steps unless that is meant"
+    )
+    changes = {"optim__lr": 0.4, "optim__warmup_steps": 20, "train__resume_with": "train.num_steps"}
+    train_here(drawn_shards, tmp_path, train__num_steps=5, **changes)
+    assert f"\n{note}\n" in capsys.readouterr().err
+    assert [event["notes"] for event in runs.events(tmp_path, "start")] == [[note]]
+    train_here(drawn_shards, tmp_path, train__num_steps=20, **changes)
+    assert "the learning rate only rises" not in capsys.readouterr().err
 
 
 def test_cosine_is_half_way_at_half_time_and_ends_at_its_minimum() -> None:
