@@ -56,7 +56,7 @@ class History:
 
     def doubts(self) -> list[str]:
         """What a reader of the run's page has to know."""
-        found = [f"{line}; drawn is the rest" for line in self.damaged]
+        found = [f"{line}; the rest is drawn" for line in self.damaged]
         return found if self.steps else [*found, f"{self.name}: no step was trained, or none is in the log"]
 
     def setting(self, name: str) -> Any:

@@ -329,7 +329,7 @@ def test_damaged_line_of_a_log_ends_no_other_command_in_a_traceback(
     path.write_text('{"note":"mine"}\n' + path.read_text())
     for command in (["report", str(run)], ["report", str(run), str(trained), "--out", str(tmp_path / "both.html")]):
         assert main.main(command) == 0
-        assert f"{path}: line 1 has no event; drawn is the rest" in capsys.readouterr().err
+        assert f"{path}: line 1 has no event; the rest is drawn" in capsys.readouterr().err
     with pytest.raises(UserError, match="line 1 has no event; put it back"):
         main.main(["batch", str(run), "--step", "3"])
     with pytest.raises(UserError, match="line 1 has no event; put it back"):

@@ -152,7 +152,7 @@ def test_the_page_tells_what_it_could_not_read_or_find(
     for folder in (*runs_of_two, idle):
         (folder / "config.yaml").write_text("train: {num_steps: 5}")
     out = tmp_path / "page.html"
-    said = [f"{damaged}: line 5 is not JSON; drawn is the rest", "idle: no step was trained, or none is in the log"]
+    said = [f"{damaged}: line 5 is not JSON; the rest is drawn", "idle: no step was trained, or none is in the log"]
     assert main.main(["report", *map(str, [*runs_of_two, idle]), "--out", str(out)]) == 0
     printed, text = capsys.readouterr().err, out.read_text()
     for doubt in said:
