@@ -85,7 +85,8 @@ def previous_end(folder: Path, state: TrainState) -> dict[str, Any]:
     last_step = 0
     for line in read_lines(folder / METRICS):
         last = line
-        last_step = max(last_step, line.get("step", 0)) if line.get("event") != "start" else line.get("step", 0)
+        if line["event"] in ("start", "step"):  # others may name a step that was still to come
+            last_step = line["step"]
     if not last:
         return {"previous_end": None, "lost_steps": 0}
     end = last.get("reason", "stopped") if last.get("event") == "stop" else "killed"
