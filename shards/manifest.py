@@ -181,8 +181,9 @@ def _why_no_manifest(folder: Path) -> str:
 
 
 def _parse(path: Path | str, content: Any) -> Manifest:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: holds a {type(content).__name__}, expected an object; {RESTORE}", path=path)
+    if (found := content.get("format")) != FORMAT:
         raise FormatError(f"{path}: its format is {found!r}, expected {FORMAT!r}; another tool wrote it", path=path)
     if content.get("format_version") != VERSION:
         raise FormatError(

@@ -60,7 +60,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a YAML file, see configs/"
         raise ConfigError(f"{path}: there is no such file{hint}", path=path) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a YAML file: {error}", path=path) from None
+        why = error.strerror if isinstance(error, OSError) else "is no text in UTF-8"
+        raise ConfigError(
+            f"{path}: cannot be read as a YAML file: {why}; give the path of one, see configs/", path=path
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}", path=path) from None
     if doubled:
@@ -234,10 +237,16 @@ def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
         known = sorted(_fields(_section(model, loc[:-1])))
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)
         parent = ".".join(map(str, loc[:-1]))
-        hint = f"did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"known here: {', '.join(known)}"
+        meant = [f"{parent}.{near[0]}" if parent else near[0]] if near else _elsewhere(model, str(loc[-1]))
+        hint = f"did you mean {' or '.join(meant)}?" if meant else f"known here: {', '.join(known)}"
         return f"{name} is not a setting; {hint}", ""
     if item["type"] == "missing" and isinstance(loc[-1], int):
         return f"{'.'.join(map(str, loc[:-1]))} has {counted(len(item['input']), 'value')}, expected more", ""
+    if item["type"] == "missing" and (section := _section(model, loc)) is not _section(model, loc[:-1]):
+        return (
+            f"{name} is missing; write that section in the file, or give {name}.{next(iter(_fields(section)))}=...",
+            "",
+        )
     if item["type"] == "missing":
         return f"{name} is missing; set it in the file or with {name}=...", ""
     message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
@@ -275,6 +284,11 @@ def _section(model: Any, loc: Sequence[Any]) -> Any:
             return model
         model = next((a for a in (field.annotation, *getattr(field.annotation, "__args__", ())) if _fields(a)), model)
     return model
+
+
+def _elsewhere(model: Any, name: str) -> list[str]:
+    """Where a setting of this name is, if in another section."""
+    return [f"{section}.{name}" for section in _fields(model) if name in _fields(_section(model, [section]))]
 
 
 def _fields(model: Any) -> Mapping[str, Any]:

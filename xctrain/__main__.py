@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -309,6 +310,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from xctrain import doctor
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that its checks are ended with it
     findings = doctor.examine()
     print(json.dumps([f.to_json() for f in findings], indent=1) if arguments.json else doctor.as_text(findings))
     return 0 if all(f.ok for f in findings) else 1

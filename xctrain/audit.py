@@ -282,9 +282,9 @@ def batch_at(run: Trained, n: int, name: str) -> list[dict[str, Any]]:
     if n < 0:
         raise ConfigError(f"{name}: positions count from 0")
     segments, order = run.state.segments, run.order
-    _, end = resume.run_length(run.config, segments, order)
+    num_steps, end = resume.run_length(run.config, segments, order)
     if n >= end:
-        raise ConfigError(f"{name}: the run ends at position {end}, the batch would hold {n}")
+        raise ConfigError(f"{name}: the run ends after step {num_steps}, at position {end}; the batch would hold {n}")
     first = max(
         s.first_batch_n for s in segments if s.first_batch_n <= n
     )  # where the batches around n are counted from

@@ -3,12 +3,13 @@
 import hashlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from safetensors import SafetensorError, safe_open
 
+from shards.errors import DamagedSampleError
 from xctrain.config import Config
 from xctrain.data import Data
 from xctrain.errors import ConfigError, RunError
@@ -123,7 +124,8 @@ def open_family(config: Config, *, empty: bool = False) -> "Family":
 
 def _captions(data: Data) -> Iterator[str]:
     for index in data.kept:
-        yield from data.reader.read_json(index)["captions"]
+        with suppress(DamagedSampleError):  # training masks it in its turn, and counts it
+            yield from data.reader.read_json(index)["captions"]
 
 
 def model_id(config: Config) -> str:

@@ -17,7 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from xctrain.processes import die_with_parent
 
 _LIMIT_S = 120.0  # for one check; importing torch from a cold disk takes a minute
 _LOCK = Path(__file__).parents[1] / "requirements.lock"
@@ -57,14 +60,15 @@ def run_limited(check: "Check", limit_s: float) -> list[Finding]:
     name = _name_of(check)
     try:
         if not ours.poll(limit_s):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid or 0, signal.SIGKILL)  # by now it leads a group of its own
-            process.kill()
+            _kill(process)
             return [
                 Finding(name, False, f"no answer in {limit_s:g} s", _HANGS.get(name, "look at `dmesg`, then restart"))
             ]
         found: list[Finding] = ours.recv()
         return found
+    except (KeyboardInterrupt, SystemExit):
+        _kill(process)
+        raise
     except EOFError:
         process.join()
         return [Finding(name, False, f"its process ended with code {process.exitcode}", "run `make install` again")]
@@ -72,8 +76,15 @@ def run_limited(check: "Check", limit_s: float) -> list[Finding]:
         process.join()
 
 
+def _kill(process: BaseProcess) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid or 0, signal.SIGKILL)  # as a rule it leads a group of its own by now
+    process.kill()
+
+
 def _answer(check: "Check", answers: Connection) -> None:
     os.setpgid(0, 0)
+    die_with_parent(os.getppid())
     answers.send(_guarded(check))
 
 

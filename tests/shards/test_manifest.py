@@ -83,7 +83,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
     [
         (b"{", r"manifest\.json: is not valid JSON"),
         (b"\xff\xfe", "is not valid JSON"),
-        (b"[]", "its format is 'list', expected 'xctrain-shards'"),
+        (b"[]", "holds a list, expected an object; run the build again"),
         (b'{"wids_version": 1}', "its format is None, expected 'xctrain-shards'"),
         (edited(lambda c: c.update(format_version=2)), "has format version 2, this xctrain reads 1"),
         (edited(lambda c: c.pop("shards")), "'shards' is missing"),

@@ -222,7 +222,9 @@ def test_batch_shows_what_past_steps_held_and_future_ones_will(
     trained = runs.keys_by_step(tmp_path)
     assert shown == {step: trained[step] for step in shown}
     assert [batch(tmp_path, step, capsys) for step in trained] == list(trained.values())
-    with pytest.raises(ConfigError, match="step 18: the run ends at position 200, the batch would hold 200"):
+    with pytest.raises(
+        ConfigError, match="step 18: the run ends after step 17, at position 200; the batch would hold 200"
+    ):
         batch(tmp_path, 18, capsys)
     with pytest.raises(ConfigError, match="step 0: steps count from 1"):
         batch(tmp_path, 0, capsys)

@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def test_tiny_model_is_built_once_and_named_alike_wherever_it_lies(drawn_shards:
     assert model_id(moved) == model_id(config)
     (tmp_path / "elsewhere" / "config.json").write_text("{}")
     assert model_id(moved) != model_id(config)
+
+
+def test_tiny_model_is_built_of_the_captions_that_can_be_read(drawn_shards: Path, tmp_path: Path) -> None:
+    shards = Path(shutil.copytree(drawn_shards, tmp_path / "shards"))
+    path = shards / "train-000000.tar"
+    with tarfile.open(path) as tar:
+        at = next(member.offset_data for member in tar if member.name.endswith(".json"))
+    path.write_bytes(path.read_bytes()[:at] + b"?" + path.read_bytes()[at + 1 :])
+    config = config_of(shards, tmp_path / "run")
+    ensure_base_model(config, data_of(shards))
+    assert (tmp_path / "run" / "base-model" / "config.json").exists()
 
 
 def test_hub_model_is_named_by_its_revision(drawn_shards: Path, tmp_path: Path) -> None:

@@ -27,6 +27,30 @@ def test_unknown_section_names_the_nearest_known_one() -> None:
     assert "trian is not a setting; did you mean train?" in refused("train.num_steps=5", "trian.seed=3")
 
 
+def test_setting_of_another_section_is_named() -> None:
+    assert "order.seed is not a setting; did you mean train.seed?" in refused("train.num_steps=5", "order.seed=3")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "train is missing; write that section in the file, or give train."),
+        (b"- a\n", "holds a list, expected `section:` blocks"),
+        (b"\xff\xfe\x00", "cannot be read as a YAML file: is no text in UTF-8; give the path of one, see configs/"),
+        (None, "cannot be read as a YAML file: Is a directory; give the path of one, see configs/"),
+    ],
+)
+def test_file_that_is_no_config_is_named_with_what_to_do(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_settings(Config, path, [])
+    assert str(error.value).startswith(f"{path}: {message}")
+
+
 def test_list_of_patterns_needs_no_quotes() -> None:
     config = load_settings(Config, None, ["train.epochs=1", "model.freeze=[*.vision.*, *]"])
     assert config.model.freeze == ("*.vision.*", "*")

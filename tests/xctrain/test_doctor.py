@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,51 @@ def test_check_that_hangs_is_a_finding_and_leaves_nothing_running(
     child = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     until = time.monotonic() + 10
     while child.exists() and child.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+DOCTOR_OF_A_LONG_CHECK = """
+import sys
+from shards import cli
+from test_doctor import _check_long
+from xctrain import __main__, doctor
+doctor._CHECKS = [_check_long]
+sys.exit(cli.run(__main__.main, ["doctor"]))
+"""
+
+
+def _check_long() -> Finding:
+    time.sleep(600)
+    raise AssertionError
+
+
+def command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_doctor_that_a_signal_ends_leaves_nothing_running(signum: int, code: int) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    program = [sys.executable, "-c", DOCTOR_OF_A_LONG_CHECK]
+    process = subprocess.Popen(program, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until = time.monotonic() + 60
+    while not (checks := [c for c in children.read_text().split() if b"spawn_main" in command_line(c)]):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    while os.getpgid(int(checks[0])) == os.getpgid(process.pid):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    while any(command_line(check) for check in checks):
         assert time.monotonic() < until
         time.sleep(0.05)
 
