@@ -92,12 +92,12 @@ def is_own(config: Config, path: Path) -> bool:
 
 
 def _require_nothing_to_lose(config: Config, checkpoints: Checkpoints, passed_over: list[str]) -> None:
-    """Require, before a run starts at step 0 by itself, that no checkpoint is damaged and that it is no fork."""
+    """Require, before a run starts at step 0 by itself, that no checkpoint is damaged or gone, and that it is no fork."""
     if passed_over:
         why = "; ".join(line.removeprefix("passed over ") for line in passed_over)
         raise ResumeError(
             f"{checkpoints.folder}: every checkpoint ({len(passed_over)}) is damaged: {why}. Nothing was touched; restore "
-            f"one of them, or choose another run.dir, or move {checkpoints.folder} away to start over",
+            f"one of them, or choose another run.dir, or move {config.run.dir} away to start over",
             path=checkpoints.folder,
         )
     if source := _fork_source(config):
@@ -105,6 +105,13 @@ def _require_nothing_to_lose(config: Config, checkpoints: Checkpoints, passed_ov
             f"{config.run.dir}: began from {source} and has no checkpoint of its own yet; go on with "
             f"train.resume={source}, or choose another run.dir",
             path=config.run.dir,
+        )
+    saved = [line["step"] for line in read_lines(config.run.dir / METRICS, []) if line["event"] == "save"]
+    if saved:
+        raise ResumeError(
+            f"{checkpoints.folder}: holds no checkpoint, though the run's log tells of one at step {saved[-1]}. Nothing was "
+            f"touched; put the checkpoints back, or choose another run.dir, or move {config.run.dir} away to start over",
+            path=checkpoints.folder,
         )
 
 

@@ -276,10 +276,20 @@ def test_run_whose_every_checkpoint_is_damaged_does_not_start_over(drawn_shards:
     newer, older = (f"{folder}/step-{step:08d}: rng.json is missing" for step in (10, 5))
     assert text == (
         f"{folder}: every checkpoint (2) is damaged: {newer}; {older}. Nothing was touched; restore one of them, or choose "
-        f"another run.dir, or move {folder} away to start over"
+        f"another run.dir, or move {run} away to start over"
     )
     assert contents(run) == before
-    folder.rename(run / "damaged")
+
+
+def test_run_whose_checkpoints_are_gone_does_not_start_over(drawn_shards: Path, run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")  # or on a disk that is not there
+    before = contents(run)
+    assert refused(drawn_shards, run) == (
+        f"{run / 'checkpoints'}: holds no checkpoint, though the run's log tells of one at step 10. Nothing was touched; put "
+        f"the checkpoints back, or choose another run.dir, or move {run} away to start over"
+    )
+    assert contents(run) == before
+    run.rename(run.with_name("moved"))
     assert make_plan(config_of(drawn_shards, run), 1).point is None
 
 
@@ -288,6 +298,8 @@ def test_kill_within_the_first_save_starts_over(drawn_shards: Path, run: Path) -
     shutil.rmtree(folder / "step-00000005")
     (folder / "step-00000010").rename(folder / ".step-00000010.tmp")
     (folder / ".step-00000010.tmp" / "files.json").unlink()
+    log = run / "metrics.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"event":"save"' not in line))
     plan = make_plan(config_of(drawn_shards, run), 1)
     assert (plan.point, plan.notes) == (None, ())
 
