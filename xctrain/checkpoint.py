@@ -88,7 +88,20 @@ class Checkpoints:
         return best_step({**before, step: scores}, self.metric) == step
 
     def newest_valid(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that is whole, and why newer ones were passed over; a save that did not end is none."""
+        """The newest checkpoint that is whole, and why newer ones were passed over; a save that did not end is none.
+
+        The run may be saving meanwhile: nothing is called damaged that was renamed or removed while it was looked at.
+        """
+        while True:
+            names = self._names()
+            path, passed_over = self._newest_valid()
+            if (path and not passed_over) or self._names() == names:
+                return path, passed_over
+
+    def _names(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+
+    def _newest_valid(self) -> tuple[Path | None, list[str]]:
         passed_over: list[str] = []
         written_aside = _steps_of(self.folder.glob(aside(self.folder / "step-*").name))
         for step in sorted({*self.steps(), *written_aside}, reverse=True):
@@ -258,14 +271,13 @@ def check(path: Path) -> None:
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path}: {name} is missing", path=path)
-        if file.stat().st_size != num_bytes:
-            raise CheckpointError(
-                f"{path}: {name} has {file.stat().st_size} bytes, {FILES} says {num_bytes}", path=path
-            )
         try:
-            found = _sha256(file)
+            found_bytes = file.stat().st_size
+            found = _sha256(file) if found_bytes == num_bytes else ""
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error.strerror}", path=path) from None
+        if found_bytes != num_bytes:
+            raise CheckpointError(f"{path}: {name} has {found_bytes} bytes, {FILES} says {num_bytes}", path=path)
         if found != sha256:
             raise CheckpointError(
                 f"{path}: {name} has sha256 {found[:12]}..., {FILES} says {str(sha256)[:12]}...", path=path

@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,23 @@ def test_save_after_going_back_removes_the_past_that_was_left(checkpoints: Check
 
 def test_no_checkpoint_is_no_error(checkpoints: Checkpoints) -> None:
     assert checkpoints.newest_valid() == (None, [])
+
+
+def test_checkpoints_of_a_run_that_is_saving_are_never_called_damaged(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(content(1))
+
+    def save() -> None:
+        for step in range(2, 150):
+            checkpoints.save(content(step))
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    while saving.is_alive():
+        path, passed_over = Checkpoints(tmp_path, keep=1).newest_valid()
+        assert path
+        assert not passed_over
+    saving.join()
 
 
 def files_of_a_checkpoint() -> list[str]:
