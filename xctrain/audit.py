@@ -189,7 +189,7 @@ def read_steps(run: Trained) -> tuple[dict[int, dict[str, Any]], list[str]]:
     damaged: list[str] = []
     for line in read_lines(path, damaged):
         if line["event"] == "start" and first is None:
-            first = line["step"]  # a run that began from another's checkpoint logs from there on
+            first = line["step"] if line.get("fork") else 0  # from another's checkpoint: it logs from there on
         if line["event"] == "step" and line["samples_consumed"] <= run.state.samples_consumed:
             times[line["step"]] += 1
             logged[line["samples_consumed"]] = line

@@ -145,7 +145,7 @@ def _require_fork(config: Config, checkpoints: Checkpoints, path: Path) -> None:
 def _fork_source(config: Config) -> str | None:
     """The checkpoint of another run that this one began from."""
     first = next(read_lines(config.run.dir / METRICS), {})
-    return first.get("source") if first.get("event") == "start" else None
+    return first.get("source") if first.get("fork") else None
 
 
 def accept_changes(config: Config, path: Path, state: TrainState, data: Data) -> dict[str, str]:

@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ def open_logs(
     log = None
     if ranks.is_main:
         previous = previous_end(folder, state)
+        own = point is not None and resume.is_own(config, point.path)  # else the logs of before lie with another run
+        notes = [*notes, *(_missing_logs(folder, state) if own else ())]
         # Checkpoints first: a kill in between must not leave one that the logs do not reach.
         gone = resume.checkpoints_of(config).go_back(state.step if point else -1)
         notes = [*notes, *gone]
@@ -60,6 +62,7 @@ def open_logs(
             world_size=ranks.world_size,
             resumed_from=state.step if point else None,
             source=str(point.path.resolve()) if point else None,
+            fork=point is not None and not own,
             **previous,
             run_id=run_id or uuid.uuid4().hex[:12],
             notes=notes,
@@ -69,6 +72,16 @@ def open_logs(
     ranks.barrier()
     keys = JsonLines(folder / keys_name(ranks.rank)) if config.train.log_keys else None
     return log, keys
+
+
+def _missing_logs(folder: Path, state: TrainState) -> Iterator[str]:
+    keys = keys_name(0).replace("0", "*")
+    for name in (METRICS, *([keys] if state.keys_from not in (None, state.samples_consumed) else [])):
+        if not any(folder.glob(name)):
+            yield (
+                f"{folder / name}: is missing; training goes on exactly, but the audit will miss what was logged up to step "
+                f"{state.step}, unless you end the run, put a copy back and start again"
+            )
 
 
 def logged_run_id(folder: Path) -> str | None:

@@ -347,6 +347,27 @@ def test_absent_metrics_are_found(run: Path) -> None:
     assert (result.ok, result.findings) == (False, ("metrics.jsonl: is missing",))
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("metrics.jsonl", "metrics.jsonl: 6 steps missing, first step 1"), ("keys-rank0.jsonl", "72 skipped")],
+)
+def test_missing_log_is_said_by_the_next_start_and_stays_a_finding(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, found: str
+) -> None:
+    train_here(drawn_shards, tmp_path, stop_asked=lambda: runs.last_step(tmp_path) == 5)
+    (tmp_path / name).unlink()
+    train_here(drawn_shards, tmp_path)
+    pattern = name.replace("0", "*")
+    said = capsys.readouterr().err
+    assert (
+        f"{tmp_path / pattern}: is missing; training goes on exactly, but the audit will miss what was logged up to step 6"
+        in said
+    )
+    result = audit_of(tmp_path)
+    assert not result.ok
+    assert found in audit.as_text(result)
+
+
 def test_damaged_newest_checkpoint_is_a_finding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = run / "checkpoints" / "step-00000010"
     (newest / "rng.json").unlink()

@@ -384,6 +384,7 @@ def test_another_runs_checkpoint_may_be_gone_on_from(drawn_shards: Path, trained
     assert state.keys_from == 60
     result = audit_of(fork)
     assert (result.ok, result.evidence) == (True, "digest")
+    assert [line["fork"] for line in runs.events(fork, "start")] == [True]
     assert runs.weights(fork, 10) == runs.weights(trained, 10)
 
 
