@@ -29,6 +29,7 @@ from pipelines.spool import FACTS
 from pipelines.state import State, finished_in, shard_files
 from pipelines.summary import Summary
 from shards.atomic import publish, write_file
+from shards.errors import counted
 from shards.manifest import Addition as Parent
 from shards.manifest import Manifest, ShardEntry
 from shards.reader import SplitReader
@@ -69,10 +70,6 @@ class Addition(Build):
                 self._upload.fetch(progress)
         self.before = Manifest.load(self.config.folder)
 
-    @property
-    def page(self) -> Path:
-        return self.config.folder / f"report-{1 + len(self.before.additions)}.html"
-
     def _open_state(self) -> State:
         return AdditionState(self.config.folder)
 
@@ -106,14 +103,10 @@ class Addition(Build):
         results = [result for _, result in places.values()]
         rejected = Counter(str(row["reason"]) for result in results for row in result["rejects"])
         entries = tuple(ShardEntry(**result["entry"]) for result in results if result["entry"])
-        if not entries:
-            self._require_all_known(places, rejected)
-            shutil.rmtree(self.state.next, ignore_errors=True)
-            return Summary(
-                self.config.out, self.before.manifest_id, self.before.splits, rejected, True, parent=self.before.parent
-            )
-        added = Manifest(entries, self.config.written_settings)
         rejects = rejects_jsonl(self.planned, results)
+        if not entries:
+            return self._nothing_new(places, rejected, rejects)
+        added = Manifest(entries, self.config.written_settings)
         self._check_share(self._without_known(rejected, results), places, rejects, may_be_empty=True)
         parent = Parent(self.before.manifest_id, self.config.written_settings)
         manifest = Manifest((*self.before.shards, *entries), self.before.settings, (*self.before.additions, parent))
@@ -127,6 +120,22 @@ class Addition(Build):
         return Summary(
             self.config.out, manifest.manifest_id, manifest.splits, rejected, False,
             parent=self.before.manifest_id, added=added.splits,
+            rejects=str(self.config.folder / f"rejects-{number}.jsonl"),
+            report=str(self.config.folder / f"report-{number}.html"),
+        )  # fmt: skip
+
+    def _nothing_new(self, places: Places, rejected: Mapping[str, int], rejects: bytes) -> Summary:
+        """The dataset stays as it is; why, is kept in .build."""
+        if not any(_is_known(row) for _, result in places.values() for row in result["rejects"]):
+            self._check_share(rejected, places, rejects)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
+        total = counted(sum(rejected.values()), "record")
+        self._keep_lists(places, rejects, f"all {total} rejected ({reasons}), nothing was added")
+        shutil.rmtree(self.state.next, ignore_errors=True)
+        return Summary(
+            self.config.out, self.before.manifest_id, self.before.splits, rejected, True,
+            parent=self.before.parent,
+            rejects=str(self.state.folder / "rejects.jsonl"), report=str(self.state.folder / "report.html"),
         )  # fmt: skip
 
     def _put(self, manifest: Manifest, results: list[dict[str, Any]], files: Mapping[str, bytes]) -> None:
@@ -157,12 +166,6 @@ class Addition(Build):
         known = Counter(str(row["reason"]) for result in results for row in result["rejects"] if _is_known(row))
         return Counter(rejected) - known
 
-    def _require_all_known(self, places: Places, rejected: Mapping[str, int]) -> None:
-        results = [result for _, result in places.values()]
-        if any(_is_known(row) for result in results for row in result["rejects"]):
-            return
-        self._check_share(rejected, places, rejects_jsonl(self.planned, results))
-
 
 def _chunks(reader: SplitReader) -> Iterator[tuple[str, list[str], list[str]]]:
     """Split, and keys and places of some pictures at a time."""
@@ -175,5 +178,5 @@ def _chunks(reader: SplitReader) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def _is_known(row: Mapping[str, Any]) -> bool:
-    reasons = (Reason.DUPLICATE_IMAGE, Reason.NEAR_DUPLICATE, Reason.SPLIT_LEAK)
+    reasons = (Reason.KNOWN_ID, Reason.DUPLICATE_IMAGE, Reason.NEAR_DUPLICATE, Reason.SPLIT_LEAK)
     return row["reason"] in reasons and of_dataset(str(row["detail"]))

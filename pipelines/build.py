@@ -73,11 +73,6 @@ class Build:
         }
         self.state.check(self.settings, config.build.overwrite)
 
-    @property
-    def page(self) -> Path:
-        """The report that ``publish`` writes."""
-        return self.config.folder / "report.html"
-
     def _open_state(self) -> State:
         return State(self.config.folder)
 
@@ -224,7 +219,10 @@ class Build:
         self._forget_refusal()
         for order in self.state.slices.glob("*.json"):
             order.unlink()
-        return Summary(self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, tuple(left))
+        return Summary(
+            self.config.out, manifest.manifest_id, manifest.splits, rejected, unchanged, tuple(left),
+            rejects=str(self.config.folder / "rejects.jsonl"), report=str(self.config.folder / "report.html"),
+        )  # fmt: skip
 
     def _places(self) -> Places:
         """Folder and result of every planned shard."""
@@ -256,17 +254,22 @@ class Build:
         if empty:
             limit = f"all {empty[0].num_records} of split {empty[0].name} among them"
         why = f"{total} of {counted(num_records, 'record')} rejected ({reasons}), {limit}; nothing was published"
+        self._keep_lists(places, rejects, why)
+        raise RejectShareError(
+            f"{self.config.out}: {why}; look at {self.state.folder / 'report.html'}, and into rejects.jsonl beside it, then "
+            "correct the source, the filters or the share",
+            path=self.config.folder,
+        )
+
+    def _keep_lists(self, places: Places, rejects: bytes, why: str) -> None:
+        """Keep rejects and report of what was not published in .build; ``why`` it was not."""
+        results = [result for _, result in places.values()]
         shards = Manifest(tuple(ShardEntry(**result["entry"]) for result in results if result["entry"]))
         folders = {result["entry"]["name"]: target for target, result in places.values() if result["entry"]}
         subject = report.Subject("unpublished", why=why)
         pages = report.files(self.config, self.planned, shards, results, folders, subject)
         for name, data in {"rejects.jsonl": rejects, **pages}.items():
             write_file(self.state.folder / name, data)
-        raise RejectShareError(
-            f"{self.config.out}: {why}; look at {self.state.folder / 'report.html'}, and into rejects.jsonl beside it, then "
-            "correct the source, the filters or the share",
-            path=self.config.folder,
-        )
 
     def _forget_refusal(self) -> None:
         for name in ("rejects.jsonl", "report.json", "report.html"):

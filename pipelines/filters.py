@@ -23,6 +23,7 @@ class Reason(StrEnum):
     CONSTANT_IMAGE = "constant_image"
     NO_CAPTION = "no_caption"
     DUPLICATE_IMAGE = "duplicate_image"
+    KNOWN_ID = "known_id"  # of the dataset that is added to
     NEAR_DUPLICATE = "near_duplicate"
     SPLIT_LEAK = "split_leak"
 

@@ -64,7 +64,7 @@ def _run(kind: type[Build], given: dict[str, Any], sections: dict[str, BaseModel
         with progress_bar(job.num_records(todo), "build") as progress:
             _build_all(job, todo, progress)
         summary: Summary = make_task(job.publish, "publish", "publish")()
-    _show(summary, job.page.resolve())
+    _show(summary)
     return summary.to_json()
 
 
@@ -119,8 +119,9 @@ def build_elsewhere(name: str, order: str, run: str, expected: dict[str, str]) -
     return remote.build_shard(name, order, run, expected)
 
 
-def _show(summary: Summary, page: Path) -> None:
-    """The result on the run's page; ``page`` is the report."""
+def _show(summary: Summary) -> None:
+    """The result on the run's page."""
+    page = Path(summary.report).resolve()
     reasons = sorted(summary.rejected.items(), key=lambda pair: (-pair[1], pair[0]))
     rows = [
         *((f"kept, {split}", count) for split, count in summary.splits.items()),

@@ -35,7 +35,7 @@ class Known:
     likeness: Likeness = field(default_factory=Likeness)  # empty where it is not asked for
 
     def reject(self, spool: Spool, names: Sequence[str], duplicates: bool) -> None:
-        """Reject the rows that the dataset has: in the same split as duplicates, in another one as leaks.
+        """Reject the rows that the dataset has, by id or as a file in the same split, as leaks in another one.
 
         Without ``duplicates`` the same bytes may come again under another id.
         """
@@ -44,11 +44,14 @@ class Known:
             for other in self.ids:
                 rows = np.flatnonzero((table["split"] == split) & (table["verdict"] == 0))
                 known = np.isin(table["id"][rows], self.ids[other])
-                self._reject(spool, rows[known], name, other, "its image id")
-                rows = rows[~known & table["hashed"][rows]]
+                hashed = table["hashed"][rows]
+                same = hashed & np.isin(table["facts"]["sha256"][rows], self.hashes[other])
+                told = len(self.hashes[other]) == len(self.ids[other])  # tars of other tools do not say of which file
+                changed = known & hashed & ~same if told else np.zeros_like(known)
+                self._reject(spool, rows[known & ~changed], name, other, Reason.KNOWN_ID, "its image id")
+                self._reject(spool, rows[changed], name, other, Reason.KNOWN_ID, "its image id, with another file,")
                 if name != other or duplicates:
-                    same = np.isin(table["facts"]["sha256"][rows], self.hashes[other])
-                    self._reject(spool, rows[same], name, other, "its file")
+                    self._reject(spool, rows[same & ~known], name, other, Reason.DUPLICATE_IMAGE, "its file")
 
     def reject_alike(self, spool: Spool, names: Sequence[str], most_bits: int) -> None:
         """Reject rows whose picture is within so many bits of one of the dataset's; the first such is named."""
@@ -65,9 +68,9 @@ class Known:
             else:
                 spool.reject(row, Reason.SPLIT_LEAK, f"is like {key} in split {other} of the dataset: {bits}")
 
-    def _reject(self, spool: Spool, rows: Numbers, split: str, other: str, what: str) -> None:
+    def _reject(self, spool: Spool, rows: Numbers, split: str, other: str, reason: Reason, what: str) -> None:
         if split == other:
-            spool.reject(rows, Reason.DUPLICATE_IMAGE, f"{what} is in the dataset already")
+            spool.reject(rows, reason, f"{what} is in the dataset already")
         else:
             spool.reject(rows, Reason.SPLIT_LEAK, f"{what} is in split {other} of the dataset")
 

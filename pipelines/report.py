@@ -173,6 +173,7 @@ def filter_counts(
         ("finite pixels", None, reasons.get(Reason.NOT_FINITE, 0)),
         ("no leak between splits", None, reasons.get(Reason.SPLIT_LEAK, 0)),
         ("some caption", None, reasons.get(Reason.NO_CAPTION, 0)),
+        *([("an image id that is new", None, known)] if (known := reasons.get(Reason.KNOWN_ID, 0)) else []),
     ]
     for reason, name in (
         (Reason.TOO_MANY_PIXELS, "max_pixels"),

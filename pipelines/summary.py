@@ -22,6 +22,8 @@ class Summary:
     parent: str | None = None  # what was added to
     added: Mapping[str, int] = field(default_factory=dict)  # samples by split
     num_sent: int = 0  # objects sent to an address
+    rejects: str = ""  # file on this machine that says of each rejected record why
+    report: str = ""  # the page of the same
 
     def to_json(self) -> dict[str, Any]:
         """The same for programs."""
@@ -55,6 +57,8 @@ class Summary:
         ]
         if self.added:
             lines.append(f"parent      {self.parent}")
+        if self.rejected:
+            lines.append(f"rejects     {self.rejects}")
         if self.num_sent:
             lines.append(f"{counted(self.num_sent, 'object')} sent")
         if self.stale:

@@ -84,9 +84,32 @@ def test_an_addition_of_what_is_there_changes_nothing(dataset, more, make_config
     before = files(dataset)
     again = add(dataset, more, make_config)
     assert again.unchanged
-    assert again.rejected == {"duplicate_image": 12}
+    assert again.rejected == {"known_id": 12}
     assert files(dataset) == before
     assert not (dataset / ".build" / "adding").exists()
+
+
+def test_an_addition_of_nothing_new_says_of_each_record_why(dataset, photos, make_config):
+    path = dataset / ".build" / "rejects.jsonl"
+    summary = add(dataset, photos, make_config)
+    assert f"29 rejected (known_id 29), nothing has changed\nmanifest_id {summary.manifest_id}\nrejects     {path}" in (
+        str(summary)
+    )
+    rows = list(map(json.loads, path.read_text().splitlines()))
+    assert {(row["reason"], row["detail"]) for row in rows} == {("known_id", "its image id is in the dataset already")}
+    assert len(rows) == 29
+    facts = json.loads(Path(summary.report).with_suffix(".json").read_text())
+    assert (facts["of"], facts["reasons"]) == ("unpublished", {"known_id": 29})
+    assert facts["why"] == "all 29 records rejected (known_id 29), nothing was added"
+
+
+def test_rejects_of_an_addition_lie_where_its_result_says(dataset, coco, pictures, make_config, tmp_path):
+    source = coco(tmp_path / "both", new_files(pictures, 3) | {"no.jpg": b""}, first_id=24)
+    summary = add(dataset, source, make_config)
+    assert "2 added (train 2) to now 31 (train 26, val 5), 2 rejected (empty_file 1, known_id 1)" in str(summary)
+    assert f"\nrejects     {dataset / 'rejects-1.jsonl'}" in str(summary)
+    assert Path(summary.rejects).exists()
+    assert Path(summary.report).exists()
 
 
 def test_ids_and_files_that_the_dataset_holds_are_rejected(dataset, photos, coco, pictures, make_config, tmp_path):
@@ -115,8 +138,8 @@ def test_ids_and_files_that_the_dataset_holds_are_rejected(dataset, photos, coco
     assert {row["file_name"]: (row["reason"], row["detail"]) for row in rows} == {
         "same file.jpg": ("duplicate_image", "its file is in the dataset already"),
         "held out.jpg": ("split_leak", "its file is in split val of the dataset"),
-        "new 100.jpg": ("duplicate_image", "its image id is in the dataset already"),
-        "new 101.jpg": ("split_leak", "its image id is in split val of the dataset"),
+        "new 100.jpg": ("known_id", "its image id, with another file, is in the dataset already"),
+        "new 101.jpg": ("split_leak", "its image id, with another file, is in split val of the dataset"),
     }
     assert verify(dataset) == []
 
