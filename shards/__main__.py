@@ -1,7 +1,6 @@
 """python -m shards: look at, check and describe a shard folder."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,4 +82,4 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.run_and_exit(main)

@@ -3,13 +3,23 @@
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from shards.errors import UserError, describe
 
 OURS = ("shards", "pipelines", "xctrain")
 STOPPED = 75
+
+
+def run_and_exit(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """``run`` as the whole of a process. Its exit code stands: a signal that comes while Python ends changes nothing."""
+    code = run(main)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

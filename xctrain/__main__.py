@@ -317,4 +317,4 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.run_and_exit(main)

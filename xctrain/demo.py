@@ -149,4 +149,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.run_and_exit(main)
