@@ -73,6 +73,8 @@ def _build(arguments: argparse.Namespace) -> int:
     adding = arguments.command == "add"
     overrides = [*arguments.overrides, *([f"out={arguments.folder}"] if adding else [])]
     config = load_settings(BuildConfig, arguments.config, overrides)
+    if config.build.note:
+        print(f"note: {config.build.note}", file=sys.stderr)
     stopped = f"{config.out}: the build was stopped; finished shards are kept, the same command goes on from there"
     with ended_by_signals(stopped):
         from pipelines.addition import Addition

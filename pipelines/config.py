@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from shards.errors import counted
+
 SplitName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", description="Split of the samples; names the shards.")]
 
 
@@ -157,6 +159,9 @@ class SplitConfig(Settings):
         return self
 
 
+MOST_PER_CPU = 8  # processes; more of them is a slip of the pen, and takes the memory of a machine
+
+
 def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -165,8 +170,9 @@ class RunConfig(Settings):
     """How the build runs. Only ``records_per_shard`` and ``seed`` change what it writes."""
 
     records_per_shard: int = Field(
-        1000, ge=1, description="Records in a slice, rejected ones included. 1,000 COCO images make a tar of 160 MB."
-    )
+        1000, ge=1, le=100_000,
+        description="Records in a slice, rejected ones included. 1,000 COCO images make a tar of 160 MB.",
+    )  # fmt: skip
     seed: int = Field(0, ge=0, description="Seed of the hash order in which records are put before they are cut.")
     runner: Literal["processes", "threads", "dask", "ray"] = Field(
         "processes",
@@ -181,10 +187,11 @@ class RunConfig(Settings):
     processes: int | Literal["auto"] = Field(
         "auto",
         description="Processes or threads that build shards on this machine; auto is one for each CPU that this process may "
-        "use. With address, the cluster has its own number and this one is for hashing files.",
+        "use, 8 for each the most. With address, the cluster has its own number and this one is for hashing files.",
     )
     retries: int = Field(
-        2, ge=0, description="Times that a shard is tried again after an error that may pass: a killed process, a disk or "
+        2, ge=0, le=100,
+        description="Times that a shard is tried again after an error that may pass: a killed process, a disk or "
         "server that failed. Two outlast a short fault; what fails three times needs a person.",
     )  # fmt: skip
     overwrite: bool = Field(
@@ -202,9 +209,15 @@ class RunConfig(Settings):
     gallery: int = Field(24, ge=0, le=200, description="Pictures of either kind, kept and rejected, in the report.")
 
     @model_validator(mode="after")
-    def _at_least_one(self) -> "RunConfig":
+    def _sensible(self) -> "RunConfig":
         if self.processes != "auto" and self.processes < 1:
             raise ValueError(f"processes is {self.processes}, expected auto or at least 1")
+        most = MOST_PER_CPU * (cpus := usable_cpus())
+        if self.num_processes > most:
+            raise ValueError(
+                f"build.processes is {self.processes}, expected at most {most}: this process may use {counted(cpus, 'CPU')}, "
+                f"{MOST_PER_CPU} for each; auto is one for each"
+            )
         if self.address is not None and not self.remote:
             raise ValueError(
                 f"address is {self.address!r}, runner is {self.runner}; give runner=dask or runner=ray with it"
@@ -215,6 +228,16 @@ class RunConfig(Settings):
     def remote(self) -> bool:
         """Whether shards are built by processes that this one has not started itself."""
         return self.runner in ("dask", "ray")
+
+    @property
+    def note(self) -> str:
+        """What whoever starts the build should know of these settings, empty for nothing."""
+        if self.num_processes <= (cpus := usable_cpus()):
+            return ""
+        return (
+            f"build.processes is {self.processes}, and this process may use {counted(cpus, 'CPU')}: more processes than that "
+            "only take turns, and take more memory; auto is one for each"
+        )
 
     @property
     def num_processes(self) -> int:
@@ -266,8 +289,9 @@ class FilterConfig(Settings):
         "in 150 MB; the bound lies below Pillow's own guard against decompression bombs, which stays on.",
     )  # fmt: skip
     max_aspect_ratio: float = Field(
-        20.0, ge=1, description="Longer side over shorter side; image processors of the models fail on longer strips."
-    )
+        20.0, ge=1, allow_inf_nan=False,
+        description="Longer side over shorter side; image processors of the models fail on longer strips.",
+    )  # fmt: skip
     constant_levels: int = Field(
         2, ge=-1, le=255,
         description="A picture whose channels all vary by at most this many of 255 levels shows nothing. 2 allows for "

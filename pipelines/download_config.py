@@ -85,11 +85,12 @@ class DownloadConfig(Settings):
     connections: int = Field(4, ge=1, le=32, description="Files fetched at once; a few, as hosts are shared by many.")
     connections_per_host: int = Field(2, ge=1, le=8, description="Of them from one host.")
     tries: int = Field(
-        8, ge=1, description="Failures in a row, without a new MiB between them, after which a file is given up; with the "
+        8, ge=1, le=100,
+        description="Failures in a row, without a new MiB between them, after which a file is given up; with the "
         "waits between them a minute and more, which outlasts a restart of a server.",
     )  # fmt: skip
     timeout_s: float = Field(
-        30, gt=0, description="How long to wait for the next byte before the try counts as failed."
+        30, gt=0, le=3600, description="How long to wait for the next byte before the try counts as failed."
     )
 
     @model_validator(mode="after")

@@ -59,6 +59,8 @@ def _run(kind: type[Build], given: dict[str, Any], sections: dict[str, BaseModel
     prefect_api.end_with_server()
     prefect_api.say_in_one_paragraph()
     config = BuildConfig.model_validate({**given, **_completed(sections)})
+    if runtime.deployment.id and config.build.note:  # else the command line has said it
+        get_run_logger().warning(config.build.note)
     with kind(config) as job:
         todo: list[str] = make_task(job.plan, "plan", "plan")()
         with progress_bar(job.num_records(todo), "build") as progress:

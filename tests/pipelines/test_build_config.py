@@ -1,9 +1,12 @@
+import os
+
 import pytest
 import yaml
 
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig, SplitConfig
+from pipelines.download_config import DownloadConfig
 from pipelines.sources.coco import open_all
-from shards.errors import ConfigError
+from shards.errors import ConfigError, counted
 from shards.settings import apply_override, load_settings, validate
 
 
@@ -18,6 +21,10 @@ def test_a_source_may_be_a_path_alone():
         (["source.root=null"], r"give root .* missing here: root and annotations and images"),
         (["build.procesess=2"], r"build.procesess is not a setting; did you mean build.processes\?"),
         (["build.processes=0"], r"processes is 0, expected auto or at least 1"),
+        (["build.processes=99999"], r"build.processes is 99999, expected at most \d+: this process may use \d+ CPU"),
+        (["build.retries=1000000"], r"build.retries is 1000000, expected less than or equal to 100$"),
+        (["build.records_per_shard=1000000000"], r"build.records_per_shard is 1000000000, expected less than or equal"),
+        (["filters.max_aspect_ratio=.inf"], r"filters.max_aspect_ratio is inf, expected a finite number$"),
         (["filters.norm_std=[1, 0, 1]"], r"norm_std: is \[1.0, 0.0, 1.0\], expected no zero"),
         (["filters.norm_mean=[.inf, 0, 1]"], r"norm_mean: is \[inf, 0.0, 1.0\], expected finite numbers"),
         (["filters.norm_std=[.nan, 1, 1]"], r"norm_std: is \[nan, 1.0, 1.0\], expected finite numbers"),
@@ -49,6 +56,29 @@ def test_wrong_settings_are_named_with_their_value(tmp_path, overrides, message)
     path.write_text("source:\n  root: data\nout: shards\n")
     with pytest.raises(ConfigError, match=message):
         load_settings(BuildConfig, path, overrides)
+
+
+@pytest.mark.parametrize("model", [RunConfig, DownloadConfig])
+def test_every_number_of_how_to_run_has_an_upper_limit_or_is_a_seed(model):
+    values = {f"build.{n}" if model is RunConfig else n: v for n, v in model.model_json_schema()["properties"].items()}
+    numbers = {name: v for name, v in values.items() if v.get("type") in ("integer", "number")}
+    assert numbers
+    assert [name for name, value in numbers.items() if "maximum" not in value] == (
+        ["build.seed"] * (model is RunConfig)
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2, 8])
+def test_more_processes_than_cpus_are_noted(number):
+    allowed = len(os.sched_getaffinity(0))
+    note = RunConfig(processes=number * allowed).note
+    assert note == (
+        f"build.processes is {number * allowed}, and this process may use {counted(allowed, 'CPU')}: more processes than "
+        "that only take turns, and take more memory; auto is one for each"
+        if number > 1
+        else ""
+    )
+    assert RunConfig().note == ""
 
 
 AS_THEY_STAND = ["/x/run #3", "a: b", "2024-01-01", "123", "no", "~", "1e5", "[a]", "'a'", "a # b", "{a}", "x "]

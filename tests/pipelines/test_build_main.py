@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from pipelines.__main__ import main
+from pipelines.config import usable_cpus
 from pipelines.errors import BuildError
 from pipelines.prefect_api import require_answer
 from pipelines.run import run_plain
@@ -37,6 +38,12 @@ def test_the_summary_survives_json(coco, make_config, pictures, tmp_path):
     assert values["rejected"] == {"empty_file": 3}
     assert str(Summary.from_json(values)) == str(summary)
     assert "5 kept (train 5), 3 rejected (empty_file 3)" in str(summary)
+
+
+def test_more_processes_than_cpus_are_said_once(config_file, capsys):
+    number = 1 + usable_cpus()
+    assert cli.run(main, ["build", str(config_file), "--plain", f"build.processes={number}"]) == 0
+    assert capsys.readouterr().err.count(f"note: build.processes is {number}, and this process may use ") == 1
 
 
 @pytest.mark.parametrize(
