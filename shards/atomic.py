@@ -16,7 +16,15 @@ def aside(path: Path) -> Path:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that appears as ``path`` only when the block ends without an error."""
+    """A binary file that appears as ``path`` only when the block ends without an error.
+
+    What a link leads to is replaced, not the link; a device or a pipe (/dev/stdout) is written to as it is.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve() if path.is_symlink() else path
     temporary = aside(path)
     try:
         with temporary.open("wb") as file:

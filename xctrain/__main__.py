@@ -1,4 +1,4 @@
-"""The command line: train, launch, evaluate, audit, batch, caption, export, report, doctor."""
+"""Train, and look at runs: before, while and after they train."""
 
 import argparse
 import json
@@ -130,6 +130,9 @@ def _add_other_commands(commands: _Commands) -> None:
         "--out", type=Path, help="file to write; RUN/report.html unless given, of several runs comparison.html here"
     )
     doctor = _add(commands, "doctor", _doctor, "test this machine, with one next step for each finding")
+    doctor.add_argument(
+        "folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="where runs will lie, here unless given"
+    )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -311,7 +314,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from xctrain import doctor
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that its checks are ended with it
-    findings = doctor.examine()
+    findings = doctor.examine(arguments.folder)
     print(json.dumps([f.to_json() for f in findings], indent=1) if arguments.json else doctor.as_text(findings))
     return 0 if all(f.ok for f in findings) else 1
 

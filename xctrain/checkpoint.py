@@ -188,6 +188,11 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
 
+def label(path: Path) -> str:
+    """The name of a checkpoint for people, also of one that was not renamed into place yet."""
+    return path.name.removeprefix(".").removesuffix(ASIDE)
+
+
 def _steps_of(paths: Iterable[Path]) -> list[int]:
     names = (path.name.removeprefix(".").removeprefix("step-").removesuffix(ASIDE) for path in paths if path.is_dir())
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
@@ -219,7 +224,9 @@ def _write(folder: Path, content: Content) -> None:
     (folder / CONFIG).write_text(content.config_yaml, encoding="utf-8")
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     _write_json(folder / FILES, files)
+    mode = (folder / POSITION).stat().st_mode
     for path in folder.iterdir():
+        path.chmod(mode)  # safetensors lets nobody but the owner read its files
         _sync(path)
     sync_folder(folder)
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,7 +28,7 @@ _LOCK = Path(__file__).parents[1] / "requirements.lock"
 _NVIDIA = "0x10de"  # vendor on the PCI bus
 _FOUR_BIT_ERROR = 0.2  # of the whole product; nf4 is 8 to 10 % off on random numbers
 _SHM_BYTES = 512 * 2**20  # batches of a few workers; Docker gives 64 MB unless told otherwise
-_DISK_BYTES = 20 * 2**30
+_DISK_BYTES = 20e9  # a few checkpoints of adapters, and a cache of shards
 _ALL_REDUCE_TIMEOUT_S = 60
 
 
@@ -45,9 +46,10 @@ class Finding:
         return asdict(self)
 
 
-def examine() -> list[Finding]:
-    """Every finding, in the order in which a broken one is best mended."""
-    return [finding for check in _CHECKS for finding in run_limited(check, _LIMIT_S)]
+def examine(folder: Path = Path()) -> list[Finding]:
+    """Every finding, in the order in which a broken one is best mended; ``folder``: where runs will lie."""
+    checks = [partial(check, folder) if check is _check_disk else check for check in _CHECKS]
+    return [finding for check in checks for finding in run_limited(check, _LIMIT_S)]
 
 
 def run_limited(check: "Check", limit_s: float) -> list[Finding]:
@@ -89,7 +91,7 @@ def _answer(check: "Check", answers: Connection) -> None:
 
 
 def _name_of(check: "Check") -> str:
-    return check.__name__.removeprefix("_check_").replace("_", " ")
+    return getattr(check, "func", check).__name__.removeprefix("_check_").replace("_", " ")
 
 
 def as_text(findings: list[Finding]) -> str:
@@ -244,12 +246,14 @@ def _check_shared_memory() -> Finding:
     return Finding("/dev/shm", ok, f"{total / 1e6:.0f} MB", step)
 
 
-def _check_disk() -> Finding:
-    free = shutil.disk_usage(Path.cwd()).free
+def _check_disk(folder: Path) -> Finding:
+    folder = folder.resolve()
+    free = shutil.disk_usage(next(f for f in (folder, *folder.parents) if f.is_dir())).free
     ok = free >= _DISK_BYTES
-    return Finding(
-        "disk", ok, f"{free / 1e9:.0f} GB free here", "" if ok else "make room, or set run.dir to a larger disk"
+    step = (
+        f"make room for {_DISK_BYTES / 1e9:.0f} GB, or name a folder on a larger disk: doctor DIR, and run.dir below it"
     )
+    return Finding("disk", ok, f"{free / 1e9:.1f} GB free in {folder}", "" if ok else step)
 
 
 def _check_port() -> Finding:
@@ -286,7 +290,7 @@ def package_finding(name: str, wanted: str, tested: str | None) -> Finding:
     return Finding(name, True, f"{found}{other}")
 
 
-Check = Callable[[], Finding | Iterator[Finding]]
+Check = Callable[..., Finding | Iterator[Finding]]
 _COMPILED = ("simplejpeg", "zlib-ng", "sentencepiece")  # small wheels that are there and yet may not load
 _IMPORTED = {"zlib-ng": "zlib_ng"}
 _CHECKS: tuple[Check, ...] = (

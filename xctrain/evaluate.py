@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shards.atomic import write_file
+from shards.errors import counted
 from shards.joined import SampleReader
 from shards.stream import Slot
 from xctrain.data import Dataset
@@ -129,6 +130,15 @@ def as_event(result: Evaluation) -> dict[str, object]:
     """The figures of an evaluation as a log line has them."""
     source = {"source": result.source} if result.source else {}
     return {"split": result.split, **source, "loss": result.loss, **asdict(result.scores)}
+
+
+def as_line(result: Evaluation, step: int) -> str:
+    """The figures that are looked at first, for the screen."""
+    source = f"{result.source}/" if result.source else ""
+    scores = {"bleu4": result.scores.bleu4, "cider": result.scores.cider, "rouge_l": result.scores.rouge_l}
+    figures = ", ".join(f"{name} {value:.3f}" for name, value in scores.items() if value is not None)
+    images = counted(result.scores.num_images, "image")
+    return f"step {step}: {images} of {source}{result.split}, loss {result.loss:.3f}, {figures}"
 
 
 def captions_path(run_dir: Path, step: int, source: str = "") -> Path:

@@ -1,5 +1,6 @@
 """Scoring and captioning held-out pictures while a run trains."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -60,7 +61,9 @@ class HeldOut:
 
     def score(self, state: TrainState) -> "Scores | None":
         """Caption and score the split; none if a signal asked to stop meanwhile."""
-        from xctrain.evaluate import as_event, evaluate, record
+        from tqdm import tqdm
+
+        from xctrain.evaluate import as_event, as_line, evaluate, record
 
         ranks = self.ranks
         known: dict[str, Scores] = {}
@@ -74,6 +77,7 @@ class HeldOut:
                     return None
                 if self.log:
                     record(result, self.config.run.dir, state, self.log, first=dataset is self.datasets[0])
+                    tqdm.write(as_line(result, state.step), file=sys.stderr)  # above the bar, if there is one
                 known[dataset.source.name] = as_event(result)
         return known[self.datasets[0].source.name]
 

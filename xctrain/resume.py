@@ -2,13 +2,13 @@
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shards.errors import counted
+from shards.errors import UserError, counted
 from shards.mix import Stretches
 from shards.remote import is_remote
 from shards.settings import read_yaml
@@ -164,7 +164,7 @@ def accept_changes(config: Config, path: Path, state: TrainState, data: Data) ->
         if missing == [QUARANTINE]:
             pronoun = "give the list that the run had"
         raise ResumeError(
-            f"{path.name}: saved with {found}, this run has {here}; {pronoun}, or accept the change with "
+            f"{checkpoint.label(path)}: saved with {found}, this run has {here}; {pronoun}, or accept the change with "
             f"train.resume_with={','.join(missing)}, or choose another run.dir",
             path=path,
         )
@@ -177,8 +177,8 @@ def _require_same_samples(config: Config, path: Path, state: TrainState, data: D
     advice = "these are other samples: use the data that the run began with, or choose another run.dir"
     if config.data.split != segment.split:
         raise ResumeError(
-            f"{path.name}: saved with data.split={segment.split}, data.split={config.data.split} has {config.data.split}; "
-            f"{advice}",
+            f"{checkpoint.label(path)}: saved with data.split={segment.split}, "
+            f"data.split={config.data.split} has {config.data.split}; {advice}",
             path=path,
         )
     if source := data.missing(segment):
@@ -187,7 +187,7 @@ def _require_same_samples(config: Config, path: Path, state: TrainState, data: D
         if config.data.sources.keys() == {""}:
             here = f"{DATA}={config.data.shards} has {data.manifest_id}"
         raise ResumeError(
-            f"{path.name}: saved with manifest_id={source.manifest_id}{named}, {here}; {advice}", path=path
+            f"{checkpoint.label(path)}: saved with manifest_id={source.manifest_id}{named}, {here}; {advice}", path=path
         )
 
 
@@ -241,8 +241,8 @@ def require_model(config: Config, point: ResumePoint, model_id: str) -> None:
     saved = point.position.get("model_id")
     if saved != model_id and MODEL not in _accepted(config):
         raise ResumeError(
-            f"{point.path.name}: saved with the base model {saved}, {config.model.path} is {model_id}; use that model, "
-            f"accept the change with train.resume_with={MODEL}, or choose another run.dir",
+            f"{checkpoint.label(point.path)}: saved with the base model {saved}, {config.model.path} is {model_id}; use that "
+            f"model, accept the change with train.resume_with={MODEL}, or choose another run.dir",
             path=point.path,
         )
 
@@ -337,17 +337,17 @@ def best_checkpoint(config: Config) -> Path:
     """The checkpoint of a run that scored best by ``checkpoint.best``.
 
     Raises:
-        CheckpointError: none was scored, or the run was not told by what.
+        ConfigError: none was scored, or the run was not told by what.
     """
     metric = config.checkpoint.best
     if metric is None:
-        raise CheckpointError(
+        raise ConfigError(
             f"{config.run.dir}: checkpoint.best was not set, so the best checkpoint was not kept; name one by its folder",
             path=config.run.dir,
         )
     path = checkpoints_of(config).best()
     if path is None:
-        raise CheckpointError(
+        raise ConfigError(
             f"{config.run.dir}: no checkpoint has a score in {metric}; train beyond the next evaluation, or name a checkpoint "
             "by its folder",
             path=config.run.dir,
@@ -359,13 +359,29 @@ def newest_checkpoint(run_dir: Path) -> Path:
     """The newest whole checkpoint of a run; newer ones that were passed over are named on the screen.
 
     Raises:
-        CheckpointError: there is none.
+        ConfigError, CheckpointError: as ``no_checkpoint``.
     """
     path, passed_over = Checkpoints(run_dir / "checkpoints", keep=1).newest_valid()
+    if path is None:
+        raise no_checkpoint(run_dir, passed_over)
     for line in passed_over:
         print(line, file=sys.stderr)
-    if path is None:
-        raise CheckpointError(
-            f"{run_dir}: has no whole checkpoint; train first, or give another run folder", path=run_dir
-        )
     return path
+
+
+def no_checkpoint(run_dir: Path, passed_over: Sequence[str]) -> UserError:
+    """What to raise where a command needs a checkpoint of a run and no whole one is there: none at all, or all damaged."""
+    if passed_over:
+        found = passed_over[0].removeprefix("passed over ")
+        return CheckpointError(
+            f"{run_dir}: has no whole checkpoint, the newest is damaged ({found}); put a copy of one back, or train again in "
+            "another run folder",
+            path=run_dir,
+        )
+    if not run_dir.is_dir():
+        found, advice = "there is no such run folder", "give the run.dir of a run"
+    elif not (run_dir / "config.yaml").is_file():
+        found, advice = "has no config.yaml, so it is not a run folder", "give the run.dir of a run"
+    else:
+        found, advice = "has no checkpoint", "train first, or give another run folder"
+    return ConfigError(f"{run_dir}: {found}; {advice}", path=run_dir)

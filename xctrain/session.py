@@ -167,11 +167,8 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
         result = evaluate(family, dataset, config.eval, ranks)
         assert result, "nothing here asks it to stop"
         if ranks.is_main:
-            event: dict[str, Any] = {
-                "checkpoint": path.name if path else "base",
-                "blank": config.eval.blank,
-                **as_event(result),
-            }
+            about = {"checkpoint": path.name if path else "base", "blank": config.eval.blank}
+            event: dict[str, Any] = {**about, **as_event(result)}
             if out:
                 named = out.with_name(f"{result.source}-{out.name}") if number else out
                 write_captions(named, result.captions)
@@ -185,6 +182,7 @@ def _print_scores(event: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(event))
         return
     warnings = event.pop("warnings")
+    event["pictures"] = "gray, for comparison" if event.pop("blank") else "as they are"
     for name, value in event.items():
         print(f"{name:>13}  {f'{value:.4f}' if isinstance(value, float) else value}")
     for warning in warnings:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shards.atomic import write_file
+from shards.errors import counted
 from shards.remote import is_remote
 from xctrain import resume
 from xctrain.config import Config
@@ -39,6 +40,13 @@ def open_logs(
     if ranks.is_main:
         previous = previous_end(folder, state)
         own = point is not None and resume.is_own(config, point.path)  # else the logs of before lie with another run
+        if lost := previous["lost_steps"]:
+            ended = {"killed": "was killed", "stopped": "stopped"}.get(previous["previous_end"], "ended")
+            last, redone = state.step + lost, counted(lost, "step")
+            notes = [
+                *notes,
+                f"the last start {ended} at step {last}; the {redone} after step {state.step} are trained again",
+            ]
         notes = [*notes, *(_missing_logs(folder, state) if own else ())]
         # Checkpoints first: a kill in between must not leave one that the logs do not reach.
         gone = resume.checkpoints_of(config).go_back(state.step if point else -1)

@@ -39,20 +39,13 @@ def open_run(run_dir: Path, shards: Sequence[str] = (), *, begun: bool = False) 
     ``begun``: a run that has not saved yet will do, from its config.yaml.
 
     Raises:
-        ConfigError: no such folder, or no shards there.
-        RunError: no whole checkpoint, or the shards have changed since.
+        ConfigError: no run folder, no checkpoint in it, or no shards there.
+        CheckpointError: every checkpoint is damaged.
+        RunError: the shards have changed since.
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: there is no such run folder; give the run.dir of a run", path=run_dir)
     path, passed_over, config, state = _read_newest(run_dir)
     if not path and not (begun and config and not passed_over):
-        if passed_over:
-            raise RunError(
-                f"{run_dir}: has no whole checkpoint, the newest is damaged ({passed_over[0]}), so there is nothing to audit by; "
-                "put a copy of one back, or train again in another run folder",
-                path=run_dir,
-            )
-        raise RunError(f"{run_dir}: has no whole checkpoint; train first, or give another run folder", path=run_dir)
+        raise resume.no_checkpoint(run_dir, passed_over)
     assert config is not None
     data = open_shards(config, shards)
     if not state.segments:

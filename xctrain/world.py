@@ -5,6 +5,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from xctrain import checkpoint
 from xctrain.config import Config
 from xctrain.resume import ResumePoint
 
@@ -31,7 +32,10 @@ def say_differences(point: ResumePoint, world: dict[str, Any]) -> None:
     saved = point.position["world"]
     for name in ("world_size", "threads", "micro_batch", "device", "versions"):
         if saved[name] != world[name]:
-            print(f"{point.path.name}: saved with {name} {saved[name]}, this start has {world[name]}", file=sys.stderr)
+            print(
+                f"{checkpoint.label(point.path)}: saved with {name} {saved[name]}, this start has {world[name]}",
+                file=sys.stderr,
+            )
 
 
 def versions() -> dict[str, str]:

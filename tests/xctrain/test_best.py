@@ -16,7 +16,7 @@ from xctrain import checkpoint, resume
 from xctrain.best import best_step, kept_steps
 from xctrain.checkpoint import Checkpoints
 from xctrain.config import Config
-from xctrain.errors import CheckpointError, ConfigError
+from xctrain.errors import ConfigError
 from xctrain.ranks import Ranks
 from xctrain.session import trained_family
 from xctrain.start import Plan
@@ -124,16 +124,14 @@ def test_evaluation_that_is_better_than_all_before_saves_and_outlives_resumes(
 
 def test_run_that_was_not_told_what_is_best_says_so(drawn_shards: Path, tmp_path: Path) -> None:
     train_here(drawn_shards, tmp_path, train__num_steps=2)
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint.best was not set, so the best checkpoint was not kept; name"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoint.best was not set, so the best checkpoint was not kept; name"):
         trained_family(config_of(drawn_shards, tmp_path), "best")
 
 
 def test_run_that_was_not_scored_yet_says_so(drawn_shards: Path, tmp_path: Path) -> None:
     changes = {**SCORED, "train__num_steps": 2, "eval__every": 50}
     train_here(drawn_shards, tmp_path, stop_asked=lambda: True, **changes)
-    with pytest.raises(CheckpointError, match=r"no checkpoint has a score in loss; train beyond the next evaluation"):
+    with pytest.raises(ConfigError, match=r"no checkpoint has a score in loss; train beyond the next evaluation"):
         trained_family(config_of(drawn_shards, tmp_path, **changes), "best")
 
 

@@ -1,6 +1,7 @@
 """Checkpoints are whole or not there, and the old one stands until the new one is."""
 
 import json
+import os
 import resource
 import shutil
 import sys
@@ -77,6 +78,15 @@ def test_weights_and_optimizer_read_back_bit_by_bit(checkpoints: Checkpoints) ->
 def test_nothing_in_a_checkpoint_is_pickled(checkpoints: Checkpoints) -> None:
     names = {path.name for path in checkpoints.save(content(5)).iterdir()}
     assert {Path(name).suffix for name in names} == {".safetensors", ".json", ".yaml"}
+
+
+def test_files_have_the_mode_that_new_files_have(checkpoints: Checkpoints) -> None:
+    before = os.umask(0o027)
+    try:
+        path = checkpoints.save(content(5))
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o640"}
 
 
 def test_position_can_be_read_by_people(checkpoints: Checkpoints) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,14 @@ def test_check_that_hangs_is_a_finding_and_leaves_nothing_running(
         time.sleep(0.05)
 
 
+def test_disk_is_that_of_the_folder_where_runs_will_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CHECKS", (doctor._check_disk,))
+    [finding] = doctor.examine(Path("/dev/shm/not/there"))
+    assert re.fullmatch(r"\d+\.\d GB free in /dev/shm/not/there", finding.found)
+    assert float(finding.found.split()[0]) == pytest.approx(shutil.disk_usage("/dev/shm").free / 1e9, abs=0.5)
+    assert finding.ok == (shutil.disk_usage("/dev/shm").free >= doctor._DISK_BYTES)
+
+
 DOCTOR_OF_A_LONG_CHECK = """
 import sys
 from shards import cli
@@ -104,12 +113,12 @@ def test_doctor_that_a_signal_ends_leaves_nothing_running(signum: int, code: int
 def test_every_finding_that_is_not_fine_has_a_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_SHM_BYTES", 2**60)
     monkeypatch.setattr(doctor, "_DISK_BYTES", 2**60)
-    findings = [doctor._check_shared_memory(), doctor._check_disk()]
+    findings = [doctor._check_shared_memory(), doctor._check_disk(Path("runs"))]
     assert [f.ok for f in findings] == [False, False]
     text = doctor.as_text(findings)
     assert "FAIL /dev/shm" in text
     assert "-> start the container with --shm-size=8g, or train with data.workers=0" in text
-    assert "-> make room, or set run.dir to a larger disk" in text
+    assert "-> make room for 1152921505 GB, or name a folder on a larger disk: doctor DIR" in text
 
 
 def test_findings_that_are_fine_have_none() -> None:

@@ -18,7 +18,7 @@ from small import train_here
 
 from xctrain import __main__ as main
 from xctrain import export as exporting
-from xctrain.errors import CheckpointError, ConfigError, RunError
+from xctrain.errors import ConfigError, RunError
 from xctrain.export import export
 from xctrain.session import config_of, open_model, trained_family
 
@@ -192,7 +192,7 @@ def test_result_that_differs_from_what_was_trained_is_not_written(
 
 
 def test_what_is_missing_is_named(run_of: Run, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nothing: has no whole checkpoint; train first"):
+    with pytest.raises(ConfigError, match="nothing: there is no such run folder; give"):
         export(tmp_path / "nothing", tmp_path / "out")
     with pytest.raises(ConfigError, match=r"--checkpoint is .*none, there is no such folder"):
         export(run_of("lora"), tmp_path / "out", which=tmp_path / "none")

@@ -268,10 +268,18 @@ def open_ruined(*_: object) -> tuple[TinyFamily, str]:
     return TinyFamily(model), "tiny"
 
 
-def test_evaluation_stands_in_the_log_once_each(drawn_shards: Path, tmp_path: Path) -> None:
+def test_evaluation_stands_in_the_log_once_each_and_on_the_screen(
+    drawn_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = {"eval__every": 5, "eval__num_images": 4, "eval__max_new_tokens": 2}
     straight = train_here(drawn_shards, tmp_path / "eval", **changes)
-    assert [line["step"] for line in runs.events(tmp_path / "eval", "eval")] == [0, 5, 10]
+    logged = runs.events(tmp_path / "eval", "eval")
+    assert [line["step"] for line in logged] == [0, 5, 10]
+    shown = [line for line in capsys.readouterr().err.splitlines() if ": 4 images of val, loss " in line]
+    assert shown[-1].startswith(
+        f"step 10: 4 images of val, loss {logged[-1]['loss']:.3f}, bleu4 {logged[-1]['bleu4']:.3f}"
+    )
+    assert len(shown) == 3
     assert sorted(p.name for p in (tmp_path / "eval" / "captions").iterdir()) == [
         "step-00000000.jsonl",
         "step-00000005.jsonl",

@@ -377,6 +377,13 @@ def test_going_back_to_an_older_checkpoint_leaves_one_history(
     assert audit_of(run).ok
 
 
+def test_start_says_which_steps_are_trained_again(drawn_shards: Path, run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-00000010")
+    train_here(drawn_shards, run)
+    notes = runs.events(run, "start")[-1]["notes"]
+    assert notes == ["the last start was killed at step 10; the 5 steps after step 5 are trained again"]
+
+
 def test_another_runs_checkpoint_may_be_gone_on_from(drawn_shards: Path, trained: Path, tmp_path: Path) -> None:
     fork = tmp_path / "fork"
     state = train_here(drawn_shards, fork, train__resume=trained / "checkpoints" / "step-00000005")

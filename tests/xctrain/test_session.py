@@ -13,7 +13,7 @@ from small import audit_of, config_of, data_of, train_here
 from xctrain import __main__ as main
 from xctrain import progress
 from xctrain.basemodel import ensure_base_model
-from xctrain.errors import CheckpointError, ConfigError
+from xctrain.errors import ConfigError
 from xctrain.flops import Work
 from xctrain.progress import Progress
 from xctrain.run import StepMetrics
@@ -144,7 +144,7 @@ def test_checkpoint_to_score_may_be_named(run: Path, drawn_shards: Path, tmp_pat
         trained_family(config, "nothing")
     fresh = config_of(drawn_shards, tmp_path / "fresh", **SHORT)
     ensure_base_model(fresh, data_of(drawn_shards))
-    with pytest.raises(CheckpointError, match=r"fresh: has no whole checkpoint; train first"):
+    with pytest.raises(ConfigError, match=r"fresh: has no config.yaml, so it is not a run folder; give"):
         trained_family(fresh, "newest")
 
 
