@@ -41,7 +41,7 @@ class DataConfig(Section):
     captions: Literal["random", "first", "all"] = trajectory(
         "random", "which of an image's captions: another one each epoch, the first, or all as rows of one slot"
     )
-    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+    workers: Literal["auto"] | Annotated[int, Field(ge=0, le=128)] = Field(
         "auto",
         description="loader workers per process; auto: as many as processes on the node, at most CPUs div processes",
     )

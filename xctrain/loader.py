@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from shards.errors import DamagedSampleError, UserError
+from shards.errors import DamagedSampleError, UserError, counted
 from shards.joined import SampleReader
 from shards.sample import Sample
 from shards.stream import Slot, Stream, share
@@ -184,7 +185,9 @@ class Loader:
             UserError: what a worker met.
         """
         per_step = self.stream.global_batch // (self.world_size * self.micro_batch)
-        batches = iter(self.micro_batches(start))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # worker_notes says it
+            batches = iter(self.micro_batches(start))
         for n in count(start, self.stream.global_batch):
             if self.stream.end is not None and n >= self.stream.end:
                 return
@@ -222,5 +225,20 @@ def num_workers(setting: int | Literal["auto"], local_world_size: int, num_cpus:
     """Loader workers a process: as many as processes on the node, at most CPUs div processes, at least 1."""
     if setting != "auto":
         return setting
-    cpus = len(os.sched_getaffinity(0)) if num_cpus is None else num_cpus
-    return max(1, min(local_world_size, cpus // local_world_size))
+    return max(1, min(local_world_size, (num_cpus or _usable_cpus()) // local_world_size))
+
+
+def worker_notes(setting: int | Literal["auto"], local_world_size: int) -> list[str]:
+    """What to say of more workers than can run at once, which is allowed and seldom meant."""
+    cpus = _usable_cpus()
+    if setting == "auto" or setting * local_world_size <= cpus:
+        return []
+    automatic = num_workers("auto", local_world_size, cpus)
+    return [
+        f"data.workers is {setting}, {setting * local_world_size} on this node, which has {counted(cpus, 'CPU')} for them: they "
+        f"take memory and wait for each other; auto would be {automatic}"
+    ]
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))

@@ -147,6 +147,7 @@ def start(
 
     from xctrain.drystep import dry_step, first_caption
     from xctrain.firstbatch import write_first_batch
+    from xctrain.loader import worker_notes
     from xctrain.optim import warmup_notes
     from xctrain.run import Run
     from xctrain.speed import utilisation
@@ -168,7 +169,8 @@ def start(
         say_differences(plan.point, world)
     if not (config.eval.every and plan.state.samples_consumed == 0):  # which is about to write all captions
         first_caption(config, ranks, engine, family, largest[0], plan.reader)
-    notes = (*plan.notes, *warmup_notes(plan.num_steps, config.optim))
+    busy = worker_notes(config.data.workers, ranks.local_world_size)
+    notes = (*plan.notes, *busy, *warmup_notes(plan.num_steps, config.optim))
     log, keys = open_logs(config, ranks, plan.state, plan.point, notes, world)
     saver = make_saver(config, ranks, plan, family)
     restore_generators(config, ranks, plan)

@@ -23,7 +23,7 @@ from shards.reader import SplitReader
 from shards.stream import Slot, Stream
 from xctrain.captions import choose_captions
 from xctrain.collate import Batch, Row
-from xctrain.loader import Loader, SlotRows, num_workers
+from xctrain.loader import Loader, SlotRows, num_workers, worker_notes
 
 
 def make_loader(
@@ -52,7 +52,6 @@ def keys(step: list[Batch]) -> list[str]:
     return [key for batch in step for key in batch.keys]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than this machine has CPUs
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(drawn_shards: Path, workers: int) -> None:
     alone, many = make_loader(drawn_shards), make_loader(drawn_shards, workers)
@@ -266,6 +265,17 @@ def test_automatic_workers_match_the_processes_of_the_node(processes: int, cpus:
 def test_workers_that_are_set_are_taken() -> None:
     assert num_workers(0, 4, 64) == 0
     assert num_workers(7, 4, 4) == 7
+
+
+def test_more_workers_than_cpus_are_noted_by_us_alone(drawn_shards: Path, recwarn: pytest.WarningsRecorder) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    assert worker_notes("auto", cpus + 1) == worker_notes(cpus, 1) == []
+    [note] = worker_notes(cpus, 2)
+    assert note.startswith(
+        f"data.workers is {cpus}, {2 * cpus} on this node, which has {cpus} CPUs for them: they take"
+    )
+    take(make_loader(drawn_shards, cpus + 1), 0, 1)
+    assert not recwarn.list
 
 
 def test_loader_leaves_no_worker_and_no_open_file(drawn_shards: Path) -> None:
