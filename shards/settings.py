@@ -260,7 +260,8 @@ def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
         least, most = (item["ctx"].get(end) for end in ("min_length", "max_length"))
         unit = "character" if isinstance(item["input"], str) else "value"
         message = f"at least {counted(least, unit)}" if least is not None else f"at most {counted(most, unit)}"
-    return f"{name} is {item['input']!r}, expected ", _EXPECTED.get(item["type"], message)
+    empty = ", or null" if type(None) in _members(_annotation(model, list(map(str, loc)))) else ""
+    return f"{name} is {item['input']!r}, expected ", f"{_EXPECTED.get(item['type'], message)}{empty}"
 
 
 def _loc(model: Any, loc: Sequence[Any]) -> list[Any]:

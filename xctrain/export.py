@@ -26,6 +26,7 @@ from xctrain.collate import Row
 from xctrain.config import Config
 from xctrain.data import open_data
 from xctrain.errors import ConfigError, RunError
+from xctrain.runfolder import config_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +85,7 @@ def export(
     """
     _require_free(out)
     if which == Path("best"):
-        which = resume.best_checkpoint(load_settings(Config, run_dir / "config.yaml").moved_to(run_dir))
+        which = resume.best_checkpoint(config_of(run_dir))
     if which and not which.is_dir():
         raise ConfigError(f"--checkpoint is {which}, there is no such folder; give a checkpoint's folder", path=which)
     path = which or resume.newest_checkpoint(run_dir)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shards.manifest import NAME as MANIFEST
+from shards.settings import load_settings
 from xctrain.config import Config
 from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.state import TrainState
@@ -31,6 +32,28 @@ def require_run_folder(folder: Path) -> None:
         raise ConfigError(
             f"run.dir is {folder}, which is a shard folder (it holds {MANIFEST}); choose another", path=folder
         )
+
+
+def config_of(run_dir: Path) -> Config:
+    """The config that a run was last started with.
+
+    Raises:
+        ConfigError: it is no run folder.
+        RunError: the file in it is damaged.
+    """
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"{run_dir}: has no config.yaml, so it is not a run folder; give the run.dir of a run", path=run_dir
+        )
+    try:
+        return load_settings(Config, path).moved_to(run_dir)
+    except ConfigError as error:
+        found = str(error).partition(";")[0]
+        raise RunError(
+            f"{found}; the run wrote that file: put a copy back, such as checkpoints/step-N/config.yaml of the run",
+            path=path,
+        ) from None
 
 
 def make_run_folder(folder: Path) -> None:

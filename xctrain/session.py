@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shards.errors import UserError
-from shards.settings import load_settings
 from xctrain import bring, checkpoint, push, resume
 from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
@@ -18,7 +17,7 @@ from xctrain.log import JsonLines, require_whole_log
 from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.reading import begin_reading
-from xctrain.runfolder import lock, require_one_folder
+from xctrain.runfolder import config_of, lock, require_one_folder
 from xctrain.start import Plan, make_plan, open_model, start
 from xctrain.state import TrainState
 from xctrain.trackers import Trackers
@@ -187,15 +186,6 @@ def _print_scores(event: dict[str, Any], *, as_json: bool) -> None:
         print(f"{name:>13}  {f'{value:.4f}' if isinstance(value, float) else value}")
     for warning in warnings:
         print(f"warning: {warning}")
-
-
-def config_of(run_dir: Path) -> Config:
-    """The config that a run was last started with."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(
-            f"{run_dir}: has no config.yaml, so it is not a run folder; give the run.dir of a run", path=run_dir
-        )
-    return load_settings(Config, run_dir / "config.yaml").moved_to(run_dir)
 
 
 def caption_images(run_dir: Path, paths: Sequence[Path], *, as_json: bool, out: Path | None) -> int:

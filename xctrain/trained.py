@@ -12,6 +12,7 @@ from xctrain.config import Config
 from xctrain.data import Data, open_data
 from xctrain.dataconfig import SourceConfig
 from xctrain.errors import ConfigError, RunError
+from xctrain.runfolder import config_of
 from xctrain.state import TrainState
 
 _READ_TRIES = 3
@@ -69,9 +70,11 @@ def _read_newest(run_dir: Path) -> tuple[Path | None, list[str], Config | None, 
     checkpoints = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
     for left in reversed(range(_READ_TRIES)):
         path, passed_over = checkpoints.newest_valid()
-        source = path / checkpoint.CONFIG if path else run_dir / "config.yaml"
         try:
-            config = load_settings(Config, source).moved_to(run_dir) if path or source.is_file() else None
+            if path:
+                config: Config | None = load_settings(Config, path / checkpoint.CONFIG).moved_to(run_dir)
+            else:
+                config = config_of(run_dir) if (run_dir / "config.yaml").is_file() else None
             state = checkpoint.read_position(path)[0] if path else TrainState()
         except (FileNotFoundError, ConfigError):
             if not left or path is None or path.exists():

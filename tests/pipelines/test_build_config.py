@@ -40,7 +40,7 @@ def test_a_source_may_be_a_path_alone():
             ["filters.caption_scripts=[LATN]"],
             r"build.yaml: filters.caption_scripts.0: is 'LATN', .*did you mean LATIN\?$",
         ),
-        (["filters.color_modes=[]"], r"filters.color_modes is \[\], expected at least 1 value$"),
+        (["filters.color_modes=[]"], r"filters.color_modes is \[\], expected at least 1 value, or null$"),
         (["filters.norm_mean=[1, 2]"], r"filters.norm_mean has 2 values, expected more$"),
         (["held_out.split=X y"], r"build.yaml: held_out.split is 'X y', expected a text of a-z 0-9 _ only$"),
         (["split.fractions={TRAIN: 0.5, val: 0.5}"], r"split.fractions.TRAIN is 'TRAIN', expected a text of a-z"),

@@ -20,7 +20,8 @@ from xctrain import __main__ as main
 from xctrain import export as exporting
 from xctrain.errors import ConfigError, RunError
 from xctrain.export import export
-from xctrain.session import config_of, open_model, trained_family
+from xctrain.runfolder import config_of
+from xctrain.session import open_model, trained_family
 
 PROMPT = "Describe the image."
 # What a user does with the folder, in a process that knows nothing of this project.

@@ -13,11 +13,11 @@ from small import audit_of, config_of, data_of, train_here
 from xctrain import __main__ as main
 from xctrain import progress
 from xctrain.basemodel import ensure_base_model
-from xctrain.errors import ConfigError
+from xctrain.errors import ConfigError, RunError
 from xctrain.flops import Work
 from xctrain.progress import Progress
 from xctrain.run import StepMetrics
-from xctrain.session import config_of as stored_config
+from xctrain.runfolder import config_of as stored_config
 from xctrain.session import open_model, trained_family
 from xctrain.speed import Speed, Speedometer
 from xctrain.state import TrainState
@@ -123,6 +123,17 @@ def test_pictures_that_are_not_there_are_refused(run: Path, tmp_path: Path, name
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config.yaml, so it is not a run folder; give the run.dir of a run"):
         main.main(["caption", str(tmp_path), "x.png"])
+
+
+@pytest.mark.parametrize("command", ["caption", "report", "export"])
+def test_damaged_config_of_a_run_says_where_a_copy_is(run: Path, tmp_path: Path, command: str) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    (copied / "config.yaml").write_bytes(b"train: [")
+    more = {"caption": ["x.png"], "report": [], "export": [str(tmp_path / "out"), "--checkpoint", "best"]}[command]
+    with pytest.raises(
+        RunError, match=r"config.yaml: is not valid YAML: .*put a copy back, such as checkpoints/step-N"
+    ):
+        main.main([command, str(copied), *more])
 
 
 def test_moved_run_is_read_where_it_lies(run: Path, tmp_path: Path) -> None:
