@@ -97,13 +97,14 @@ def _preview(arguments: argparse.Namespace) -> int:
     from pipelines.signals import ended_by_signals
     from shards.atomic import write_file
     from shards.errors import ConfigError
+    from shards.places import require_file
     from shards.settings import load_settings
 
     if arguments.records < 1:
         raise ConfigError(f"--records is {arguments.records}, expected 1 or more")
     page: Path | None = arguments.page
-    if page and (page.is_dir() or not page.absolute().parent.is_dir()):
-        raise ConfigError(f"{page}: is a folder, or its folder does not exist; give a file to write with --page")
+    if page:
+        require_file(page, "--page")
     with ended_by_signals("the preview was stopped; nothing was written"):
         found = preview(load_settings(BuildConfig, arguments.config, arguments.overrides), arguments.records)
     if page:

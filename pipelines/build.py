@@ -60,13 +60,14 @@ class Build:
     def _read_input(self) -> None:
         config = self.config
         self._upload: Upload | None = None
+        self.state = self._open_state()
+        self.state.require_writable(config.folder_setting)
         require_apart(config)
         self.origins = open_sources(with_local_files(config))
         for origin in self.origins:
             require_images(origin.source)
         if isinstance(config.out, str):
             self._upload = Upload(config.folder, config.out, config.build.overwrite)
-        self.state = self._open_state()
         self.settings = {
             **config.written_settings,
             "sources": _described(self.origins),

@@ -425,6 +425,11 @@ class BuildConfig(Settings):
         return self.build.staging or Path("data/staging") / name
 
     @property
+    def folder_setting(self) -> str:
+        """Name of the setting that says ``folder``."""
+        return "out" if isinstance(self.out, Path) else "build.staging"
+
+    @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
         """``source`` or ``sources``, without the held-out one."""
         return self.sources or ((self.source,) if self.source else ())

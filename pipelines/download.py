@@ -29,7 +29,8 @@ from pipelines.errors import BuildError, DownloadError
 from pipelines.progress import Progress, progress_bar
 from pipelines.transfer import Partial, Wanted, ask_size, fetch, open_client
 from shards.atomic import publish, write_file, written_aside
-from shards.errors import ConfigError, counted, describe
+from shards.errors import ConfigError, counted
+from shards.places import require_folder
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,10 @@ class Download:
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            try:
-                self._kept.mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context((self._kept / "lock").open("a"))
-            except OSError as error:
-                raise ConfigError(f"{describe(error)}; or choose another out", path=self.config.out) from None
+            require_folder(self.config.out, "out")
+            require_folder(self._kept, f"out/{self._kept.name}")
+            self._kept.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((self._kept / "lock").open("a"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

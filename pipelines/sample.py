@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from shards.atomic import aside, publish
 from shards.errors import ConfigError
+from shards.places import require_folder
 
 WIDTH, HEIGHT = 320, 240
 SCALE = 2  # drawn larger and reduced, for smooth edges
@@ -89,11 +90,13 @@ def draw_dataset(out: Path, num_images: int, seed: int) -> dict[str, int]:
     content = {split: _annotations(split, seed, _take(scenes, counts, split)) for split in counts}
     if _is_there(out, content):
         return counts
+    require_folder(out, "--out")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"{out}: is there already and is not this dataset; choose another folder, or remove it", path=out
         )
-    temporary = aside(out.absolute())
+    out = out.resolve()
+    temporary = aside(out)
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "annotations").mkdir(parents=True)
     for split, text in content.items():
@@ -105,7 +108,7 @@ def draw_dataset(out: Path, num_images: int, seed: int) -> dict[str, int]:
                 folder / f"{image_id:012d}.jpg", "JPEG", quality=88
             )
         (temporary / "annotations" / f"captions_{split}2017.json").write_text(text)
-    publish(temporary, out.absolute())
+    publish(temporary, out)
     return counts
 
 
@@ -115,7 +118,10 @@ def _take(scenes: list[Scene], counts: dict[str, int], split: str) -> list[Scene
 
 def _is_there(out: Path, content: dict[str, str]) -> bool:
     files = {split: out / "annotations" / f"captions_{split}2017.json" for split in content}
-    return all(path.is_file() and path.read_text() == content[split] for split, path in files.items())
+    try:
+        return all(path.is_file() and path.read_text() == content[split] for split, path in files.items())
+    except OSError:  # what is wrong there, is said when it is to be written
+        return False
 
 
 def _annotations(split: str, seed: int, scenes: list[Scene]) -> str:

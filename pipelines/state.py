@@ -25,6 +25,7 @@ from shards.atomic import write_file
 from shards.errors import ConfigError, UserError
 from shards.manifest import NAME as MANIFEST
 from shards.manifest import Manifest, ShardEntry
+from shards.places import require_folder
 from shards.sample import canonical_json
 from shards.verify import PENDING
 
@@ -54,7 +55,6 @@ class State:
         Raises:
             ConfigError: it holds something else, or a build with other settings and ``overwrite`` is off.
         """
-        self._require_writable()
         if not self.out.is_dir() or not (strangers := [p.name for p in self.out.iterdir() if p.name != ".build"]):
             return
         if not overwrite and (parent := self._parent()):
@@ -94,17 +94,15 @@ class State:
                 path=self.out,
             )
 
-    def _require_writable(self) -> None:
-        if self.out.is_symlink() and not self.out.exists():
-            raise ConfigError(f"{self.out}: is a link to {self.out.readlink()}, which does not exist; change out")
-        existing = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
-        for path in (existing, *filter(Path.exists, (self.folder, self.slices, self.folder / "results", self.next))):
-            if not path.is_dir():
-                raise ConfigError(f"{path}: is a file, expected a folder to write shards to; change out", path=self.out)
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise ConfigError(
-                    f"{path}: this user may not write there; change out, or give the right to it", path=self.out
-                )
+    def require_writable(self, setting: str) -> None:
+        """Check that the folder can be made or written in; ``setting`` is the one that names it. Changes nothing.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        require_folder(self.out, setting)
+        for path in filter(os.path.lexists, (self.folder, self.slices, self.folder / "results", self.next)):
+            require_folder(path, f"{setting}/{path.relative_to(self.out)}")
 
     @contextmanager
     def locked(self) -> Iterator[FolderLock]:

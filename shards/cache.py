@@ -29,6 +29,7 @@ from shards.atomic import ASIDE, aside
 from shards.errors import ConfigError, FormatError
 from shards.index import REBUILD
 from shards.manifest import NAME, Manifest, ShardEntry
+from shards.places import require_folder
 from shards.remote import Remote, RemoteError, shown
 
 REQUESTS = 16  # lists fetched at once
@@ -60,6 +61,15 @@ class CacheFolder:
         self.root = root.expanduser()
         self.fragments = self.root / "fragments"
 
+    def make(self) -> None:
+        """Make the folder where it is not there.
+
+        Raises:
+            ConfigError: nothing can be written there.
+        """
+        require_folder(self.root, "data.cache_dir")
+        self.root.mkdir(parents=True, exist_ok=True)
+
     def failure(self) -> str | None:
         """Why the fetching ended, None if it has not."""
         try:
@@ -84,9 +94,10 @@ class CacheFolder:
         """Hold the folder for this run, and set aside what an earlier one left.
 
         Raises:
-            ConfigError: another run fetches into it.
+            ConfigError: another run fetches into it, or nothing can be written there.
         """
-        self.fragments.mkdir(parents=True, exist_ok=True)
+        self.make()
+        self.fragments.mkdir(exist_ok=True)
         file = (self.root / ".lock").open("a+b")
         until = time.monotonic() + _LOCK_S
         while True:
@@ -176,6 +187,7 @@ class NodeCache:
         """Have the index and the sample list of every shard of a split here, and say how many bytes they take.
 
         Raises:
+            ConfigError: nothing can be written in the cache folder.
             FormatError: one is not what the manifest says. RemoteError: one cannot be had.
         """
         wanted = [
@@ -183,7 +195,8 @@ class NodeCache:
             for entry in self.manifest.of_split(split)
             for pair in ((entry.idx_name, entry.idx_sha256), (entry.meta_name, entry.meta_sha256))
         ]
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.node.make()
+        self.folder.mkdir(exist_ok=True)
         with locked(self.folder / ".lock"), ThreadPoolExecutor(REQUESTS) as pool:
             try:
                 return sum(pool.map(lambda pair: self._fetch_list(*pair), wanted))

@@ -12,6 +12,7 @@ from typing import Any
 from shards.atomic import write_file
 from shards.errors import ConfigError
 from shards.manifest import Manifest
+from shards.places import require_folder
 from shards.present import require_present
 from shards.sample import EXTENSIONS
 
@@ -49,6 +50,7 @@ def write_energon(folder: Path) -> list[Path]:
             },
         },
     }
+    require_folder(folder, "DIR")
     (folder / FOLDER).mkdir(exist_ok=True)
     for name, values in content.items():
         write_file(folder / FOLDER / name, (json.dumps(values, indent=1) + "\n").encode("ascii"))

@@ -25,6 +25,7 @@ from shards.errors import ConfigError, FormatError
 from shards.foreign import CAPTIONS, ORIENTATION, PICTURES, captions_of, key_of, split_name
 from shards.index import pack_index
 from shards.manifest import NAME, Manifest, ShardEntry
+from shards.places import require_folder
 from shards.verify import Finding
 from shards.writer import same_width
 
@@ -92,6 +93,7 @@ def index_folder(
 def _require_free(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is no folder; give the one that holds the tars", path=folder)
+    require_folder(folder, "DIR")
     if not (folder / NAME).exists():
         return
     try:

@@ -254,7 +254,6 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _batch(arguments: argparse.Namespace) -> int:
     from xctrain import audit, trained
-    from xctrain.errors import ConfigError
 
     run = trained.open_run(arguments.run, arguments.shards, begun=True)
     if arguments.position is None:
@@ -262,11 +261,11 @@ def _batch(arguments: argparse.Namespace) -> int:
     else:
         rows = audit.batch_at(run, arguments.position, f"position {arguments.position}")
     if arguments.out:
+        from shards.places import require_file
         from xctrain.sheet import write_sheet
 
-        if arguments.out.is_dir() or not arguments.out.absolute().parent.is_dir():
-            raise ConfigError(f"--out is {arguments.out}, expected a file in a folder that is there")
         title = f"position {arguments.position}" if arguments.step is None else f"step {arguments.step}"
+        require_file(arguments.out, "--out")
         write_sheet(run, rows, title, arguments.out)
         print(arguments.out)
     elif arguments.json:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shards.atomic import aside, publish, sync_folder
 from shards.errors import UserError
+from shards.places import require_folder
 from shards.settings import load_settings
 from shards.stream import Slot
 from xctrain import basemodel, checkpoint, resume
@@ -133,6 +134,7 @@ def export(
 def _require_free(out: Path) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"{out}: is there already and not empty; give a new folder, nothing is overwritten", path=out)
+    require_folder(out, "OUT")
 
 
 def _config_to_merge(config: Config, base: Path | None) -> Config:

@@ -17,6 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from shards.atomic import write_file
+from shards.places import require_folder
 from shards.settings import load_settings
 from xctrain import checkpoint, resume
 from xctrain.compare import flatten
@@ -65,6 +66,7 @@ def measure(config: Config, arguments: Sequence[str], gpus: Sequence[int], modes
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))
+    require_folder(out, "--out")
     out.mkdir(parents=True, exist_ok=True)
     rows = begin_table(config, out)
     failed = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shards.errors import UserError
+from shards.places import require_file
 from xctrain import bring, checkpoint, push, resume
 from xctrain.basemodel import ensure_base_model, open_family
 from xctrain.config import Config
@@ -159,6 +160,7 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     if config.eval.checkpoint == "newest" and not config.run.dir.is_dir():
         raise ConfigError(f"run.dir is {config.run.dir}, there is no such folder; train first, or give another run.dir")
     ranks = join(config)
+    ranks.agree(lambda: require_file(out, "--out", parents=True) if out and ranks.is_main else None)
     ranks.agree(lambda: ensure_base_model(config, open_data(config.data)) if ranks.is_main else None)
     family, path = trained_family(config, config.eval.checkpoint)
     family.module.to(ranks.accelerator.device)
@@ -192,9 +194,8 @@ def caption_images(run_dir: Path, paths: Sequence[Path], *, as_json: bool, out: 
     """Caption pictures of the user's own with the newest checkpoint; exit code 1 if one could not be read."""
     config = config_of(run_dir)
     files = list(_picture_files(paths))
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        found = "that is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        raise ConfigError(f"--out is {out}, {found}; give a file in a folder that is there", path=out)
+    if out is not None:
+        require_file(out, "--out")
     family, _ = trained_family(config, "newest")
     _to_best_device(family)
     lines, failed = [], 0
@@ -258,9 +259,9 @@ def report_runs(run_dirs: Sequence[Path], out: Path | None, shards: Sequence[str
     from xctrain.report import write_report
 
     configs = [config_of(run_dir) for run_dir in run_dirs]
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        found = "that is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        raise ConfigError(f"--out is {out}, {found}; give a file in a folder that is there", path=out)
+    default = run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("comparison.html")
+    out = out or default
+    require_file(out, "--out")
     if len({run_dir.resolve() for run_dir in run_dirs}) < len(run_dirs):
         raise ConfigError(f"{run_dirs[0]}: the same run twice; give each run once")
     for doubt in (doubt for run_dir in run_dirs for doubt in History.read(run_dir).doubts()):
@@ -269,7 +270,7 @@ def report_runs(run_dirs: Sequence[Path], out: Path | None, shards: Sequence[str
     images = _gallery(configs[0], shards)
     if len(run_dirs) == 1:
         return write_report(run_dirs[0], out, audit=audits[0], images=images)
-    return write_comparison(run_dirs, out or Path("comparison.html"), audits, images)
+    return write_comparison(run_dirs, out, audits, images)
 
 
 def _audited(run_dir: Path, shards: Sequence[str]) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from shards.commands.folder import open_manifest
 from shards.commands.output import print_findings, print_json
-from shards.errors import ConfigError, counted
+from shards.errors import counted
+from shards.places import require_file
 
 if TYPE_CHECKING:
     from shards.verify import Finding
@@ -20,6 +21,8 @@ def verify_folder(arguments: argparse.Namespace) -> int:
 
     from shards.verify import verify
 
+    if arguments.quarantine:
+        require_file(arguments.quarantine, "--quarantine")
     if isinstance(arguments.folder, str):
         from shards.mirror import RemoteShards
 
@@ -51,8 +54,6 @@ def verify_folder(arguments: argparse.Namespace) -> int:
 def _write_quarantine(path: Path, findings: Sequence["Finding"]) -> None:
     from shards.quarantine import Quarantine
 
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--quarantine is {path}: there is no folder {path.absolute().parent}; make it first")
     quarantine = Quarantine.of(findings)
     quarantine.save(path)
     rest = quarantine.unexpected(findings)

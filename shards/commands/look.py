@@ -7,6 +7,7 @@ from pathlib import Path
 from shards.commands.folder import open_folder, open_manifest, why_no_ranges
 from shards.commands.output import print_findings, print_json, print_table, size_text
 from shards.errors import ConfigError, counted
+from shards.places import require_file, require_folder
 
 
 def list_shards(arguments: argparse.Namespace) -> int:
@@ -48,10 +49,9 @@ def show_sample(arguments: argparse.Namespace) -> int:
     from shards.atomic import write_file
     from shards.find import find_key, require_index
 
-    if arguments.out and not arguments.out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"{arguments.out}: there is no folder {arguments.out.parent}; make it, or choose another --out"
-        )
+    out: Path | None = arguments.out
+    if out:
+        require_folder(out, "--out") if out.is_dir() else require_file(out, "--out")
     if isinstance(arguments.folder, str):
         from shards.mirror import RemoteShards
 
@@ -70,8 +70,7 @@ def show_sample(arguments: argparse.Namespace) -> int:
         "flags": meta.flags,
         "json": sample.meta,
     }
-    if arguments.out:
-        out: Path = arguments.out
+    if out:
         if out.is_dir():
             out = out / f"{sample.key}.{sample.extension}"
         write_file(out, sample.image)
@@ -92,8 +91,7 @@ def write_preview(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--num is {arguments.num}, expected 1 or more")
     if isinstance(arguments.folder, str):
         raise ConfigError(f"{arguments.folder}: preview reads samples of every shard; copy the folder here first")
-    if not out.absolute().parent.is_dir() or out.is_dir():
-        raise ConfigError(f"{out}: is a folder, or its folder does not exist; give a file to write with --out")
+    require_file(out, "--out")
     if out.absolute().parent.resolve() == arguments.folder.resolve():
         raise ConfigError(f"{out}: lies in the shard folder, which holds nothing but the dataset; choose another --out")
     manifest = open_manifest(arguments.folder)

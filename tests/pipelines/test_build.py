@@ -1,7 +1,6 @@
 """What a build writes, and what it refuses before it writes anything."""
 
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -65,21 +64,25 @@ def test_another_seed_gives_another_order(built, photos, make_config, tmp_path):
     assert sorted(keys[0]) == sorted(keys[1])
 
 
-def test_a_place_that_cannot_be_written_is_said_before_anything_starts(photos, make_config, tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_is_said_before_anything_starts(photos, make_config, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / ".build").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for out, message in (
-        (tmp_path / "file" / "deep" / "out", "file: is a file, expected a folder to write shards to"),
-        (tmp_path / "odd", ".build: is a file, expected a folder"),
-        (tmp_path / "link", "link: is a link to .*gone, which does not exist; change out"),
+        (tmp_path / "file" / "deep" / "out", "out is .*deep/out, but .*file is a file, expected a folder"),
+        (tmp_path / "odd", "out/.build is .*.build, which is a file, expected a folder"),
+        (Path("/proc/xctrain"), r"out is /proc/xctrain, where nothing can be written \(No such file or directory\)"),
+        (tmp_path / "link", "out is .*link, which is a link to .*gone, which does not exist; choose another"),
     ):
         with pytest.raises(ConfigError, match=message):
             Build(make_config(photos, out))
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path}: this user may not write there; change out"):
-        Build(make_config(photos, tmp_path / "new" / "out"))
+
+
+def test_a_staging_folder_that_cannot_be_is_named_before_the_store_is_asked(photos, make_config):
+    config = make_config(photos, "s3://nowhere/shards", build={"staging": "/proc/xctrain"})
+    with pytest.raises(ConfigError, match=r"build.staging is /proc/xctrain, where nothing can be written"):
+        Build(config)
 
 
 def test_a_source_that_may_not_be_read_is_wrong_input(photos, make_config, tmp_path, monkeypatch):

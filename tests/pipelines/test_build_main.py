@@ -63,6 +63,24 @@ def test_wrong_input_is_one_paragraph_and_code_2(config_file, capsys, arguments,
     assert not (config_file.parent / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        (["build", "CONFIG", "out=/proc/xctrain"], "out"),
+        (["build", "CONFIG", "out=/proc/xctrain", "--plain"], "out"),
+        (["add", "/proc/xctrain", "CONFIG", "--plain"], "out"),
+        (["preview", "CONFIG", "--page", "/proc/xctrain"], "--page"),
+        (["download", "--out", "/proc/xctrain"], "out"),
+        (["sample", "--out", "/proc/xctrain"], "--out"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_code_2_and_names_the_setting(config_file, capsys, command, setting):
+    assert cli.run(main, [str(config_file) if part == "CONFIG" else part for part in command]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {setting} is /proc/xctrain, where nothing can be written (No such"
+    )
+
+
 def test_wrong_usage_is_code_2(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.run(main, ["build"])

@@ -229,7 +229,13 @@ def test_expected_number_of_shards_is_that_of_drawing() -> None:
         (["plan", "DIR/shards", "--gpus", "0"], "--gpus is 0, expected 1 or more"),
         (["plan", "DIR/shards", "--workers", "-1"], "--workers is -1, expected 0 or more"),
         (["plan", "DIR/shards", "--seed", "-1"], "--seed is -1, expected 0 or more"),
-        (["show", "DIR/shards", "000000000001", "--out", "DIR/none/x.jpg"], "none/x.jpg: there is no folder"),
+        (
+            ["show", "DIR/shards", "000000000001", "--out", "DIR/none/x.jpg"],
+            "--out is .*none/x.jpg, there is no folder",
+        ),
+        (["show", "DIR/shards", "000000000001", "--out", "/proc/x"], "--out is /proc/x, where nothing can be written"),
+        (["preview", "DIR/shards", "--out", "/proc/x"], "--out is /proc/x, where nothing can be written"),
+        (["verify", "DIR/shards", "--quarantine", "/proc/x"], "--quarantine is /proc/x, where nothing can be written"),
         (["plan", "DIR/shards", "--lanes", "0"], r"order\.lanes is 0, expected 1 or more"),
     ],
 )

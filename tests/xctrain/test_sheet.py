@@ -62,7 +62,9 @@ def test_damaged_sample_is_shown_with_its_reason(trained: tuple[Path, Path], tmp
 
 
 def test_page_is_not_written_where_there_is_no_folder(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--out is .*x.html, expected a file in a folder that is there"):
+    with pytest.raises(
+        ConfigError, match=r"--out is .*x.html, there is no folder .*; give a file in a folder that is there"
+    ):
         page(trained[1], tmp_path / "none" / "x.html", "--step", "1")
 
 
