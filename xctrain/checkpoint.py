@@ -16,8 +16,10 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +65,8 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.metric = metric
-        self.held: frozenset[int] = frozenset()  # steps that are being read, and so stay until the next save
+        self._held: frozenset[int] = frozenset()  # steps that are being read, and so stay until the next save
+        self._removing = threading.Lock()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of ``step`` stands."""
@@ -162,6 +165,17 @@ class Checkpoints:
                     )
         return lines
 
+    @contextmanager
+    def hold(self, step: int) -> Iterator[list[int]]:
+        """Steps up to this one, newest first, which a save in another thread leaves there until the block ends."""
+        with self._removing:
+            steps = [s for s in self.steps() if s <= step]
+            self._held = frozenset(steps)
+        try:
+            yield steps
+        finally:
+            self._held = frozenset()
+
     def _newest_text(self) -> str:
         newest, _ = self.newest_valid()
         return f"the newest whole checkpoint is {newest.name}" if newest else "there is no older checkpoint"
@@ -179,11 +193,12 @@ class Checkpoints:
             )
 
     def _prune(self, saved: int) -> None:
-        steps = self.steps()
-        kept = kept_steps(steps, saved, self.keep, self.scores(), self.metric) | self.held
-        for step in steps:
-            if step not in kept:
-                shutil.rmtree(self.path(step))
+        with self._removing:
+            steps = self.steps()
+            kept = kept_steps(steps, saved, self.keep, self.scores(), self.metric) | self._held
+            for step in steps:
+                if step not in kept:
+                    shutil.rmtree(self.path(step))
         for leftover in (*self.folder.glob(f".step-*{ASIDE}"), *self.folder.glob(f"{_SET_ASIDE}*")):
             shutil.rmtree(leftover)
 

@@ -138,7 +138,7 @@ def way_out(path: Path) -> str:
         return "remove that line"
     return (
         "put it back from a copy of the run, or remove it if the run did not write it; a removed line of its own is gone for "
-        "the audit, which misses its step for good, unless training goes back to a checkpoint before it "
+        "the audit, which misses its step for good, unless a checkpoint before it is still kept and training goes back to it "
         "(train.resume=RUN/checkpoints/step-N) and writes it again"
     )
 

@@ -115,12 +115,12 @@ class Pusher:
             began = time.monotonic()
             self._error = None
             try:
-                self._send(wanted)
+                with self._checkpoints.hold(wanted.step) as steps:
+                    self._send(wanted, steps)
             except UserError as error:
                 self._error = str(error)
             except Exception as error:  # noqa: BLE001 - each store has its own kinds, and none ends a run
                 self._error = f"{type(error).__name__}: {error}"
-            self._checkpoints.held = frozenset()
             self._failures = self._failures + 1 if self._error else 0
             if self._error:
                 tries = "1 try" if self._failures == 1 else f"{self._failures} tries in a row"
@@ -135,9 +135,7 @@ class Pusher:
             with self._lock:
                 self._news.append(outcome)
 
-    def _send(self, wanted: "_Wanted") -> None:
-        steps = [s for s in self._checkpoints.steps() if s <= wanted.step]
-        self._checkpoints.held = frozenset(steps)
+    def _send(self, wanted: "_Wanted", steps: list[int]) -> None:
         remote = Remote(self.address)
         there = remote.list()
         self._require_ours(remote, there)

@@ -132,6 +132,23 @@ def test_checkpoints_of_a_run_that_is_saving_are_never_called_damaged(tmp_path: 
     saving.join()
 
 
+def test_checkpoints_that_are_held_stay_while_others_are_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+
+    def save() -> None:
+        for step in range(1, 150):
+            checkpoints.save(content(step))
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    while saving.is_alive():
+        with checkpoints.hold(10**6) as steps:
+            assert not steps or checkpoint.check(checkpoints.path(steps[-1])) is None
+    saving.join()
+    checkpoints.save(content(150))
+    assert checkpoints.steps() == [150]
+
+
 def files_of_a_checkpoint() -> list[str]:
     return [
         "config.yaml",
