@@ -20,12 +20,12 @@ import numpy as np
 from pipelines import report
 from pipelines.build import Build, Places, rejects_jsonl
 from pipelines.errors import BuildError
+from pipelines.facts import FACTS
 from pipelines.filters import Reason, Rejection
 from pipelines.hashes import CHUNK
 from pipelines.known import Known, Likeness, of_dataset, read_known
 from pipelines.plan import Slice
 from pipelines.progress import map_bounded, progress_bar
-from pipelines.spool import FACTS
 from pipelines.state import State, finished_in, shard_files
 from pipelines.summary import Summary
 from shards.atomic import publish, write_file

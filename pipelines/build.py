@@ -148,7 +148,7 @@ class Build:
 
     def facts_of(self, images: ImagesSpec, names: Sequence[str], progress: Progress) -> list[bytes | Rejection]:
         """What ``hash_files`` finds out about some files, by ``workers``; for threads."""
-        arguments = {"images": images, "names": names, "limits": self.config.filters.written}
+        arguments = {"images": images, "names": names, "limits": dataclasses.asdict(self.config.filters.limits)}
         replies = self.workers.call("hash", arguments, progress)
         return [Rejection(Reason(r[0]), r[1]) if isinstance(r, list) else bytes.fromhex(r) for r in replies]
 

@@ -1,5 +1,6 @@
 """``BuildConfig``: everything a build can be told. Also the parameters of the Prefect flow, whose form shows it."""
 
+import dataclasses
 import difflib
 import hashlib
 import importlib.util
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from pipelines.filters import Limits
 from shards.errors import counted
 
 SplitName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", description="Split of the samples; names the shards.")]
@@ -364,6 +366,11 @@ class FilterConfig(Settings):
         if self.near_duplicate_bits is not None and importlib.util.find_spec("imagehash") is None:
             raise ValueError("near_duplicate_bits needs the package ImageHash; pip install 'xctrain[near-duplicates]'")
         return self
+
+    @property
+    def limits(self) -> Limits:
+        """What a file is judged by."""
+        return Limits(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)})
 
     @property
     def written(self) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from importlib import metadata
 from PIL import Image, ImageOps
 
 from pipelines import jpeg
-from pipelines.config import FilterConfig
-from pipelines.filters import judge_header
+from pipelines.filters import Limits, judge_header
 from pipelines.measure import FORMATS, check_png, orientation, require_memory, to_rgb
 from shards.sample import canonical_json
 
@@ -23,16 +22,16 @@ VERSION = 1  # raise it when the same file gives another hash
 FLAT_LEVELS = 16  # below it the waves are noise, or all equal: flat pictures would be near duplicates of each other
 
 
-def seen(limits: FilterConfig) -> int:
+def seen(limits: Limits) -> int:
     """A number, not 0, for all that a file's hash depends on besides its bytes; 0 where no hash is wanted."""
     if limits.near_duplicate_bits is None:
         return 0
     versions = [VERSION, metadata.version("ImageHash")]
-    names = {"min_side_px", "max_pixels", "max_aspect_ratio", "color_modes"}
-    return zlib.crc32(canonical_json([versions, limits.model_dump(mode="json", include=names)])) | 1
+    names = ("min_side_px", "max_pixels", "max_aspect_ratio", "color_modes")
+    return zlib.crc32(canonical_json([versions, {name: getattr(limits, name) for name in names}])) | 1
 
 
-def fingerprint(data: bytes, limits: FilterConfig) -> int | None:
+def fingerprint(data: bytes, limits: Limits) -> int | None:
     """The hash of an image file; None where it cannot stand for another: damaged, of a wrong size, or nearly flat.
 
     Raises:
@@ -52,7 +51,7 @@ def fingerprint(data: bytes, limits: FilterConfig) -> int | None:
         return None
 
 
-def _brightness(data: bytes, limits: FilterConfig) -> Image.Image | None:
+def _brightness(data: bytes, limits: Limits) -> Image.Image | None:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if judge_header(*image.size, image.mode, limits):
             return None

@@ -109,9 +109,12 @@ def _small(data: bytes, max_pixels: int) -> Image.Image:
             raise ValueError("too large to show")
         if image.format == "JPEG" and image.mode == "RGB":
             jpeg.require_few_scans(data)
-            pixels = simplejpeg.decode_jpeg(
-                data, "RGB", min_width=SIDE_PX, min_height=SIDE_PX, min_factor=1, strict=False
-            )
+            # at the smallest of TurboJPEG's scales that is not too small, in both directions
+            least = {
+                f"min_{name}": side * SIDE_PX // max(image.size)
+                for name, side in zip(("width", "height"), image.size, strict=True)
+            }
+            pixels = simplejpeg.decode_jpeg(data, "RGB", **least, min_factor=1, strict=False)
             picture = Image.fromarray(pixels)
         else:
             picture = to_rgb(ImageOps.exif_transpose(image))

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.facts import FACTS
 from pipelines.filters import Rejection
-from pipelines.spool import FACTS, Numbers, Spool
+from pipelines.spool import Numbers, Spool
 from shards.atomic import written_aside
 
 CHUNK = 256  # files in one request

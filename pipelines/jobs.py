@@ -1,7 +1,6 @@
 """What build processes are asked to do: hash files, and build a shard. Pure functions of their arguments, JSON in and out."""
 
 import dataclasses
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,17 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pipelines import report
-from pipelines.config import FilterConfig
+from pipelines import stats
 from pipelines.errors import BuildError, enough_memory, system_error
-from pipelines.filters import Reason, Rejection
-from pipelines.fingerprint import fingerprint, seen
+from pipelines.facts import find_facts
+from pipelines.filters import Limits, Reason, Rejection
 from pipelines.images import Images, are_far, open_images, read_all
 from pipelines.measure import Picture, measure
 from pipelines.progress import Progress
-from pipelines.spool import FACTS
 from pipelines.state import shard_files, write_result
 from shards.atomic import publish
 from shards.checksum import crc32
@@ -34,22 +29,17 @@ WHERE = ("place", "source")  # of a record: where its picture is; not in rejects
 
 def hash_files(arguments: Mapping[str, Any], progress: Progress) -> list[Any]:
     """Facts about each file (bytes of dtype FACTS in hex), or reason and detail where it cannot be read."""
-    images, limits = open_images(arguments["images"]), FilterConfig.model_validate(arguments["limits"])
+    images, limits = open_images(arguments["images"]), Limits(**arguments["limits"])
     replies: list[Any] = []
     for name, data in zip(arguments["names"], read_all(images, arguments["names"]), strict=True):
         if isinstance(data, Rejection) and data.reason is Reason.MISSING_FILE and not are_far(images, [name]):
             raise _gone(name, data)  # it was there a moment ago: no picture is rejected because a disk went away
         with enough_memory(name):
-            replies.append([data.reason, data.detail] if isinstance(data, Rejection) else _facts(data, limits).hex())
+            replies.append(
+                [data.reason, data.detail] if isinstance(data, Rejection) else find_facts(data, limits).hex()
+            )
     progress(len(replies))
     return replies
-
-
-def _facts(data: bytes, limits: FilterConfig) -> bytes:
-    looked = seen(limits)
-    likeness = fingerprint(data, limits) if looked else None
-    facts = (hashlib.sha256(data).digest(), crc32(data), looked, likeness is not None, likeness or 0)
-    return np.array(facts, FACTS).tobytes()
 
 
 def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, int]:
@@ -67,11 +57,11 @@ def build_shard(arguments: Mapping[str, Any], progress: Progress) -> dict[str, i
 
 
 def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> dict[str, int]:
-    limits = FilterConfig.model_validate(order["limits"])
+    limits = Limits(**order["judged_by"])
     images = [open_images(spec) for spec in order["images"]]
     target = Path(order["folder"])
     rejects: list[dict[str, Any]] = []
-    stats: dict[str, Counter[str]] = {}
+    counts: stats.Stats = {}
     kept: Counter[str] = Counter()  # by source
     records = iter(order["records"])
     entry = None
@@ -79,13 +69,13 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
         writer: ShardWriter | None = None
         while chunk := list(islice(records, PROGRESS_EVERY)):
             for record, judged in _judge(_read_chunk(chunk, images), limits):
-                report.count_captions(stats, record)
+                stats.count_captions(counts, record)
                 if isinstance(judged, Rejection):
                     rejects.append(_reject(order["split"], record, judged))
                     continue
                 writer = writer or stack.enter_context(ShardWriter(folder, order["name"], order["split"]))
                 writer.write(_sample(record, judged), judged.flags)
-                report.count(stats, record, judged)
+                stats.count(counts, record, judged)
                 kept[str(record.get("source", 0))] += 1
             progress(len(chunk))
     if writer is not None:
@@ -95,7 +85,7 @@ def _build_slice(order: Mapping[str, Any], folder: Path, progress: Progress) -> 
         "kept": dict(kept),
         "entry": entry,
         "rejects": rejects,
-        "stats": report.remembered(stats),
+        "stats": stats.remembered(counts),
     }
     if folder != target:
         for name in shard_files(entry):
@@ -125,7 +115,7 @@ def _place(record: Mapping[str, Any]) -> str:
 
 
 def _judge(
-    files: Iterator[tuple[Mapping[str, Any], bytes | Rejection]], limits: FilterConfig
+    files: Iterator[tuple[Mapping[str, Any], bytes | Rejection]], limits: Limits
 ) -> Iterator[tuple[Mapping[str, Any], Picture | Rejection]]:
     """Each record with its picture or rejection.
 
@@ -144,14 +134,14 @@ def _judge(
 
 
 def _judge_some(
-    files: Sequence[tuple[Mapping[str, Any], bytes | Rejection]], limits: FilterConfig
+    files: Sequence[tuple[Mapping[str, Any], bytes | Rejection]], limits: Limits
 ) -> list[tuple[Mapping[str, Any], Picture | Rejection]]:
     for record, data in files:
         _require_unchanged(record, data)
     return [(record, _measured(record, data, limits)) for record, data in files]
 
 
-def _measured(record: Mapping[str, Any], data: bytes | Rejection, limits: FilterConfig) -> Picture | Rejection:
+def _measured(record: Mapping[str, Any], data: bytes | Rejection, limits: Limits) -> Picture | Rejection:
     if isinstance(data, Rejection):
         return data
     with enough_memory(record["file_name"]):

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from pipelines import jpeg
-from pipelines.config import FilterConfig
-from pipelines.filters import Measurements, Reason, Rejection, judge_header, judge_pixels
+from pipelines.filters import Limits, Measurements, Reason, Rejection, judge_header, judge_pixels
 
 # What Pillow may open. Not everything it knows: some of its formats start other programs or fetch other files.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -38,7 +37,7 @@ class Picture:
     flags: tuple[str, ...]
 
 
-def measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
+def measure(data: bytes, limits: Limits) -> Picture | Rejection:
     """Decode a file fully, once, and judge it. Never raises for anything that the bytes do.
 
     Raises:
@@ -61,7 +60,7 @@ def measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
         return _undecodable(data, error)
 
 
-def _measure(data: bytes, limits: FilterConfig) -> Picture | Rejection:
+def _measure(data: bytes, limits: Limits) -> Picture | Rejection:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if verdict := judge_header(*image.size, image.mode, limits):
             return verdict

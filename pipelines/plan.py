@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Plan:
         self.splits = tuple(splits)
         self._spool = spool
         self._limits = config.filters.written
+        self._judged_by = asdict(config.filters.limits)
         self.slices = [
             self._slice(f"{split.name}-{first.get(split.name, 0) + i // size:06d}", split, split.numbers[i : i + size])
             for split in splits
@@ -98,7 +99,12 @@ class Plan:
         split = next(s for s in self.splits if s.name == piece.split)
         rows = self._spool.rows(piece.numbers, split.source_numbers, placed=True)
         content = b"".join(self._content(piece.name, split, rows))
-        more = {"digest": piece.digest, "images": [s.images for s in split.sources], **about}
+        more = {
+            "digest": piece.digest,
+            "judged_by": self._judged_by,
+            "images": [s.images for s in split.sources],
+            **about,
+        }
         return content[:-1] + b"," + canonical_json(more)[1:]
 
     @property
@@ -202,7 +208,7 @@ def make_plan(
     spool.flush()
     join_repeated(spool, origins, config.filters)
     keep_within_limits(spool, origins)
-    hash_all(spool, folder / "files.bin", hash_files, seen(config.filters))
+    hash_all(spool, folder / "files.bin", hash_files, seen(config.filters.limits))
     names = splits.deal(spool)
     _reject_leaks(spool, names)
     if config.filters.duplicates:

@@ -13,13 +13,11 @@ from pipelines import gallery, report_page, vocabulary
 from pipelines.config import BuildConfig, FilterConfig
 from pipelines.filters import Reason
 from pipelines.images import where
-from pipelines.measure import Picture
 from pipelines.plan import Plan, PlannedSplit
+from pipelines.stats import HASHES, WORDS, Stats, of
 from shards.manifest import Manifest
 
-Stats = dict[str, Counter[str]]
 NUM_GROUPS = 12  # of near duplicates, with pictures
-WORDS, HASHES = "words", "word_hashes"  # statistics that become the vocabulary
 
 
 @dataclass(frozen=True)
@@ -32,41 +30,6 @@ class Subject:
     kind: Literal["build", "addition", "preview", "unpublished"]
     manifest_id: str | None = None
     why: str = ""
-
-
-def count_captions(stats: Stats, record: Mapping[str, Any]) -> None:
-    """Add what was done to a record's captions, kept or rejected, to a shard's statistics."""
-    stats.setdefault("caption_cleaning", Counter()).update(record["caption_counts"])
-
-
-def count(stats: Stats, record: Mapping[str, Any], picture: Picture) -> None:
-    """Add one kept sample to a shard's statistics."""
-    captions = record["captions"]
-    for name, value in (
-        ("modes", picture.mode),
-        ("extensions", picture.extension),
-        ("width_px", picture.measured.width),
-        ("height_px", picture.measured.height),
-        ("size_kb", round(len(picture.data) / 1000)),
-        ("captions_per_image", len(captions)),
-    ):
-        _of(stats, name)[str(value)] += 1
-    _of(stats, "flags").update(picture.flags)
-    for caption in captions:
-        _of(stats, "words_per_caption")[str(len(caption.split()))] += 1
-        _of(stats, WORDS).update(vocabulary.words(caption))
-
-
-def _of(stats: Stats, name: str) -> Counter[str]:
-    return stats[name] if name in stats else stats.setdefault(name, Counter())
-
-
-def remembered(stats: Stats) -> dict[str, dict[str, int]]:
-    """A shard's statistics as they are kept: of its words only as much as ``vocabulary`` needs."""
-    kept = {name: dict(counts) for name, counts in stats.items()}
-    if WORDS in stats:
-        kept[WORDS], kept[HASHES] = vocabulary.compact(stats[WORDS])
-    return kept
 
 
 def files(
@@ -108,7 +71,7 @@ def summarise(
     for result in results:
         for name, values in result["stats"].items():
             if name not in (WORDS, HASHES):
-                _of(stats, name).update(values)
+                of(stats, name).update(values)
     known = vocabulary.merge((r["stats"].get(WORDS, {}), r["stats"].get(HASHES, {})) for r in results)
     rejects = [row for result in results for row in result["rejects"]]
     reasons = Counter(str(r["reason"]) for r in rejects)

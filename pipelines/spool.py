@@ -18,21 +18,12 @@ from numpy.typing import NDArray
 
 from pipelines.captions import CleanCaptions, clean_captions
 from pipelines.config import FilterConfig
+from pipelines.facts import FACTS
 from pipelines.filters import Reason, Rejection
 from pipelines.images import Stamp
 from pipelines.records import ImageId, Record, id_bytes
 from shards.sample import canonical_json
 
-# What is found out about a file by reading it; remembered between builds.
-FACTS = np.dtype(
-    [
-        ("sha256", "S32"),
-        ("crc32", "<u4"),  # shows a build process that the file is still the same, for a thirtieth of the work
-        ("seen", "<u4"),  # stands for the limits under which ``likeness`` was looked for, 0 where it was not
-        ("comparable", "?"),  # whether it was found
-        ("likeness", "<u8"),  # perceptual hash
-    ]
-)
 ROW = np.dtype(
     [
         ("offset", "<u8"),  # of the text

@@ -17,10 +17,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelines.folder_lock import FolderLock, lock_folder
-from pipelines.plan import Slice
 from shards.atomic import write_file
 from shards.errors import ConfigError, UserError
 from shards.manifest import NAME as MANIFEST
@@ -28,6 +27,9 @@ from shards.manifest import Manifest, ShardEntry
 from shards.places import require_folder
 from shards.sample import canonical_json
 from shards.verify import PENDING
+
+if TYPE_CHECKING:
+    from pipelines.plan import Slice
 
 SETTINGS = "settings.json"
 REPLACING = "replacing.json"
@@ -134,7 +136,7 @@ class State:
     def results(self, target: Path) -> Path:
         return self.next if target == self.next else self.folder / "results"
 
-    def finished(self, piece: Slice) -> tuple[Path, dict[str, Any]] | None:
+    def finished(self, piece: "Slice") -> tuple[Path, dict[str, Any]] | None:
         """Folder and result of a shard that needs no work: built from these records, and unchanged since."""
         for target in (self.next, self.out):
             result = finished_in(target, self.results(target) / f"{piece.name}.json", piece)
@@ -228,7 +230,7 @@ class State:
         return self.write(name, canonical_json(value) + b"\n")
 
 
-def finished_in(target: Path, path: Path, piece: Slice) -> dict[str, Any] | None:
+def finished_in(target: Path, path: Path, piece: "Slice") -> dict[str, Any] | None:
     """The result in ``path`` of a shard in ``target``, if it was built from these records and is unchanged since."""
     result = read_checked(path)
     if isinstance(result, dict) and result.get("digest") == piece.digest and _intact(target, path, result):
