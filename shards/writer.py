@@ -10,12 +10,14 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from shards import ustar
-from shards.atomic import aside, publish
+from shards.atomic import aside, begin_writing, publish
 from shards.checksum import crc32
 from shards.errors import DuplicateKeyError, ShardsError
 from shards.index import pack_index
 from shards.manifest import ShardEntry
 from shards.sample import Sample
+
+_BEGIN_BYTES = 8_000_000  # that go to disk together while the next ones are made
 
 
 class ShardWriter:
@@ -32,6 +34,7 @@ class ShardWriter:
             folder / n for n in (entry.name, entry.idx_name, entry.meta_name)
         )
         self._offsets = [0]
+        self._begun = 0  # bytes that are on their way to disk
         self._lines: list[bytes] = []
         self._keys: set[str] = set()
         self._sha256 = hashlib.sha256()
@@ -81,6 +84,10 @@ class ShardWriter:
     def _append(self, data: bytes) -> None:
         self._tar.write(data)
         self._sha256.update(data)
+        at = self._tar.tell()
+        if at - self._begun >= _BEGIN_BYTES:
+            begin_writing(self._tar, self._begun, at - self._begun)
+            self._begun = at
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
