@@ -1,40 +1,59 @@
 """SIGTERM and Ctrl-C as the end of a command that keeps what is finished."""
 
+import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pipelines.errors import InterruptedBuildError
+from shards.cli import STOPPED
+from shards.errors import Stopped
 
-
-class _Ended(KeyboardInterrupt):
-    """Not the plain one: where that has passed through ``exec`` of a text, as in a dataclass, Python ends by SIGINT after all."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAME_SIGNAL_S = 1.0  # a terminal and a launcher may both deliver one Ctrl-C
 
 
 @contextmanager
 def ended_by_signals(message: str) -> Iterator[None]:
-    """A block of the main thread that a signal ends.
+    """A command's last block, which a signal ends. Further signals change nothing, nor do those after the block.
+
+    Only where what is to be tidied up hangs, one that comes a second or more after the first ends the process, with the
+    same exit code. Handlers stay: ``shards.cli.run`` gives them back.
 
     The exception of a signal may come up inside a lock's own code, which then objects to a lock that is half taken. So
     what counts is that a signal came, not as what it comes out of the block.
 
     Raises:
-        InterruptedBuildError: with ``message``.
+        Stopped: with ``message``.
     """
-    asked = False
+    asked: float | None = None
+    over = False
 
     def interrupt(_number: int, _frame: object) -> None:
         nonlocal asked
-        asked = True
-        raise _Ended
+        if over:
+            return
+        if asked is None:
+            asked = time.monotonic()
+            raise Stopped(message)
+        if time.monotonic() - asked > _SAME_SIGNAL_S:
+            os.write(2, f"{message}\n".encode())
+            os._exit(STOPPED)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    _handle(interrupt)
     try:
-        yield
+        try:
+            yield
+        finally:
+            over = True
+            _handle(interrupt)  # a library's may still be there
     except BaseException as error:
-        if asked or isinstance(error, KeyboardInterrupt):
-            raise InterruptedBuildError(message) from None
+        # A library's own handler raises what is no Exception either, such as Prefect's TerminationSignal.
+        if asked is not None or not isinstance(error, Exception | SystemExit | GeneratorExit):
+            raise Stopped(message) from None
         raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def _handle(handler: Callable[[int, object], None]) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, handler)

@@ -1,35 +1,67 @@
 """What every command line of the project shares: errors as one paragraph, and exit codes."""
 
 import argparse
+import atexit
 import io
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from shards.errors import UserError, describe
+from shards.errors import Stopped, UserError, describe
 
 OURS = ("shards", "pipelines", "xctrain")
 STOPPED = 75
+_SAME_SIGNAL_S = 1.0  # a terminal and a launcher may both deliver one Ctrl-C
+_ENDING_S = 60.0
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """``run`` as the whole of a process. Its exit code stands: a signal that comes while Python ends changes nothing."""
-    code = run(main)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """``main`` as the whole of a process. Its exit code stands whatever signals come while Python ends.
+
+    Where a library hangs then, a signal ends the process, and a minute does if a signal had stopped ``main``.
+    """
+    atexit.register(_handle, signal.SIG_IGN)  # the first one registered is called last; then nothing is left to hang
+    code = _run(main, sys.argv[1:])
+    ended = time.monotonic()
+
+    def leave(_number: int, _frame: object) -> None:
+        if time.monotonic() - ended > _SAME_SIGNAL_S:
+            os._exit(code)
+
+    _handle(leave)
+    if code == STOPPED:
+        timer = threading.Timer(_ENDING_S, os._exit, [code])
+        timer.daemon = True
+        timer.start()
     sys.exit(code)
 
 
-def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+def _handle(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """The exit code of ``main`` in a process that goes on: what it does at signals is undone."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _run(main, argv)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """Call ``main`` and turn what a user can cause into a message and an exit code; ``--debug`` shows the traceback.
 
     0 done, 1 failed, 2 wrong usage or config, 75 stopped by a signal after saving. ``main`` may return any of them.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    arguments = [a for a in arguments if a != "--debug"]
+    debug = "--debug" in argv
+    arguments = [a for a in argv if a != "--debug"]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no name or caption is odd enough to end a command
     try:
@@ -62,6 +94,9 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
             raise
         print("error: memory ran out; give this process more, or less to do at once, and run it again", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -40,6 +40,14 @@ class ConfigError(UserError, ValueError):
     exit_code = 2
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal ended what goes on from where it was when it is started again. Exit code 75.
+
+    No Exception, so that libraries let it pass. Not the plain KeyboardInterrupt: where that has passed through ``exec`` of
+    a text, as in a dataclass, Python ends by SIGINT after all.
+    """
+
+
 class ShardsError(UserError):
     """Base of what goes wrong with a shard folder."""
 

@@ -5,7 +5,6 @@ can be run on it.
 """
 
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,4 +124,4 @@ if __name__ == "__main__":
     from shards import cli
     from xctrain.session import train_rank
 
-    sys.exit(cli.run(lambda argv: train_rank(load_settings(Config, Path(argv[0]), argv[1:]), open_tiny)))
+    cli.run_and_exit(lambda argv: train_rank(load_settings(Config, Path(argv[0]), argv[1:]), open_tiny))

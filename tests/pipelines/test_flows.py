@@ -107,6 +107,23 @@ def heavy(coco, pictures, tmp_path):
     return path
 
 
+@pytest.mark.parametrize("delay_s", [0, 0.2, 0.4, 0.6])
+def test_signals_at_the_end_leave_the_exit_code(ask, command, config_file, tmp_path, delay_s):
+    process = command("build", config_file)
+    while not (tmp_path / "out" / "manifest.json").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    for signum in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        process.send_signal(signum)
+        time.sleep(0.01)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode in (0, 75), errors
+    assert ("29 kept" in output) == (process.returncode == 0)
+    assert ("the build was stopped" in errors) == (process.returncode == 75)
+    assert "Traceback" not in errors
+
+
 def build_processes(out):
     found = []
     for process in Path("/proc").glob("[0-9]*"):

@@ -53,4 +53,4 @@ def command(arguments: list[str], millions: float = 0.0, forward_s: float = 0.0,
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.run_and_exit(main)

@@ -1,6 +1,5 @@
 """A rank of a real run whose batches end early on rank 1: short.py POSITION section.field=value ..."""
 
-import sys
 from collections.abc import Sequence
 
 from tiny import TinyFamily, open_tiny
@@ -25,4 +24,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.run_and_exit(main)

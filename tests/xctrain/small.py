@@ -1,6 +1,5 @@
 """Training in this process: one rank, real parts, milliseconds a step."""
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -135,4 +134,4 @@ if __name__ == "__main__":
             model = open_poisoned(*map(int, argv[0].split(",")))
         return train_rank(load_settings(Config, None, argv[1:]), model)
 
-    sys.exit(cli.run(main))
+    cli.run_and_exit(main)

@@ -297,4 +297,4 @@ def train_apart(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     from shards import cli
 
-    sys.exit(cli.run(train_apart if "apart" in sys.argv else show_held))
+    cli.run_and_exit(train_apart if "apart" in sys.argv else show_held)
