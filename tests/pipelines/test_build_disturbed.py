@@ -68,8 +68,8 @@ def test_a_kill_while_the_third_of_five_shards_is_written_keeps_the_first_two(bu
     wait_for(out / ".train-000002.tar.tmp", process)
     process.kill()
     process.communicate()
-    finished = {path.stem for path in out.glob("train-*.tar")}
-    # the third may be finished where this test came late; of one that is not, small files may be there, named before the tar
+    finished = {path.stem for path in (out / ".build" / "results").glob("train-*.json")}
+    # the third may be finished where this test came late; of one that is not, files may be there, named before its result
     assert {"train-000000", "train-000001"} <= finished < {f"train-00000{i}" for i in range(5)}
     found = {name: data for name, data in data_files(out).items() if name.startswith(tuple(finished))}
     assert {name: reference[name] for name in found} == found

@@ -1,14 +1,23 @@
 """What a build rejects before any picture is decoded, and when it publishes nothing for it."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from builds import copied
 
 from pipelines.errors import RejectShareError
+from pipelines.filters import Reason
 from pipelines.run import run_plain
 from shards.manifest import Manifest
 from shards.verify import verify
+
+
+def test_the_reasons_are_those_of_the_shard_format():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
+    [names] = re.findall(r"Rejection reasons, a fixed list: `([a-z_, ]+)`", text)
+    assert set(names.split(", ")) == set(Reason)
 
 
 def test_what_is_rejected_at_planning(coco, make_config, rejects, pictures, tmp_path):
