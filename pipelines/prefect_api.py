@@ -130,7 +130,7 @@ def api() -> Iterator[str]:
     Raises:
         BuildError: ``PREFECT_API_URL`` is set and nothing answers there, or the embedded API does not start.
     """
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     say_what_matters()
     with ExitStack() as stack:
@@ -138,7 +138,8 @@ def api() -> Iterator[str]:
             require_answer(url)
         else:
             url = stack.enter_context(embedded_api())
-            stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
+            # Heartbeats tell a lasting server which runs have died; ending them takes up to a second.
+            stack.enter_context(temporary_settings({PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}))
         stack.enter_context(_ended_without(url))
         try:
             yield url
