@@ -137,17 +137,14 @@ def medians(rounds: list[dict[str, Any]], name: str, kind: str) -> dict[str, int
 
 
 def ratios(rounds: list[dict[str, Any]], ran: list[str], kind: str) -> dict[str, float]:
-    """Ours over the fastest peer's, the median over the rounds, by rate."""
+    """Ours over the fastest peer's, the median over the rounds, by rate; the fastest is the one of the highest median."""
     peers = [name for name in ran if name != "xctrain"]
     if "xctrain" not in ran or not peers:
         return {}
 
     def median(ours: str, theirs: str) -> float:
-        found = []
-        for r in rounds:
-            fastest = max(r[name][theirs][kind] for name in peers)
-            found.append(r["xctrain"][ours][kind] / fastest)
-        return round(statistics.median(found), 2)
+        fastest = max(peers, key=lambda name: statistics.median(r[name][theirs][kind] for r in rounds))
+        return round(statistics.median(r["xctrain"][ours][kind] / r[fastest][theirs][kind] for r in rounds), 2)
 
     return {
         **{f"raw_{w}": median(f"raw_{w}", f"raw_{w}") for w in (0, 2)},

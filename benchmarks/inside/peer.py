@@ -29,7 +29,7 @@ MARGIN = (
 SIDE = 224
 SEED = 7
 BUFFER = 1000  # of loaders that shuffle through a buffer
-RATE_CPU_S = 4.0  # seconds of CPU time that a rate is measured for, whole epochs
+RATE_CPU_S = 1.5  # seconds of CPU time that a rate is measured for, whole epochs
 Pairs = Sequence[tuple[str, bytes]]
 
 
