@@ -38,7 +38,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-Locations = Location | tuple[Location, ...]
+Locations = Location | Annotated[tuple[Location, ...], Field(min_length=1)]
 Kind = Literal["coco", "karpathy", "jsonl", "csv", "parquet", "webdataset"]
 _NOT_FOR = {  # fields that mean nothing to a kind
     "coco": ("path", "image_field", "caption_field", "id_field", "split_field", "delimiter", "expected_counts"),

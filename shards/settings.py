@@ -17,6 +17,7 @@ class _Model(Protocol):
 
 M = TypeVar("M", bound=_Model)
 
+_OR_NULL = ", or null"
 # What pydantic calls wrong values, in the words of a YAML file.
 _EXPECTED = {
     "int_parsing": "a whole number",
@@ -226,7 +227,12 @@ def _findings(model: Any, items: Sequence[Mapping[str, Any]]) -> list[str]:
         start, what = _finding(model, item)
         if what not in expected.setdefault(start, []):
             expected[start].append(what)
-    return [start + " or ".join(filter(None, what)) for start, what in expected.items()]
+    return [start + _joined(list(filter(None, what))) for start, what in expected.items()]
+
+
+def _joined(alternatives: Sequence[str]) -> str:
+    null = _OR_NULL if any(text.endswith(_OR_NULL) for text in alternatives) else ""
+    return " or ".join(text.removesuffix(_OR_NULL) for text in alternatives) + null
 
 
 def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
@@ -260,7 +266,7 @@ def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
         least, most = (item["ctx"].get(end) for end in ("min_length", "max_length"))
         unit = "character" if isinstance(item["input"], str) else "value"
         message = f"at least {counted(least, unit)}" if least is not None else f"at most {counted(most, unit)}"
-    empty = ", or null" if type(None) in _members(_annotation(model, list(map(str, loc)))) else ""
+    empty = _OR_NULL if type(None) in _members(_annotation(model, list(map(str, loc)))) else ""
     return f"{name} is {item['input']!r}, expected ", f"{_EXPECTED.get(item['type'], message)}{empty}"
 
 

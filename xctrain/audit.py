@@ -185,15 +185,20 @@ def read_steps(run: Trained) -> tuple[dict[int, dict[str, Any]], list[str]]:
     path = run.config.run.dir / METRICS
     if not path.exists():
         return {}, [f"{METRICS}: is missing"]
-    first, times, logged = None, Counter[int](), {}
+    first, saved, times, logged = None, 0, Counter[int](), {}
     damaged: list[str] = []
     for line in read_lines(path, damaged):
         if line["event"] == "start" and first is None:
             first = line["step"] if line.get("fork") else 0  # from another's checkpoint: it logs from there on
+        saved = line["step"] if line["event"] == "save" else saved
         if line["event"] == "step" and line["samples_consumed"] <= run.state.samples_consumed:
             times[line["step"]] += 1
             logged[line["samples_consumed"]] = line
     findings = _damage(path, damaged)
+    if saved > max(run.state.step, *resume.checkpoints_of(run.config).steps()):  # which a run that is saving moves on
+        findings.append(
+            f"checkpoints: the one of step {saved}, which {METRICS} tells of, is gone; what is audited is the newest there is"
+        )
     due = range((first or 0) + 1, run.state.step + 1)
     for text, steps in (
         ("missing", [step for step in due if not times[step]]),

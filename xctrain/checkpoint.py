@@ -18,19 +18,21 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shards.atomic import ASIDE, aside, publish, sync_folder
 from xctrain.best import Metric, Scores, best_step, kept_steps
-from xctrain.errors import CheckpointError
+from xctrain.errors import CheckpointError, ConfigError
 from xctrain.state import TrainState
 
 if TYPE_CHECKING:
     from xctrain.tensors import Snapshot
+
+T = TypeVar("T")
 
 FILES = "files.json"
 POSITION = "position.json"
@@ -164,6 +166,16 @@ class Checkpoints:
                         f"{path}: is now {past.name}, as the run goes on from an older step; the next save removes it"
                     )
         return lines
+
+    def finish_save(self) -> None:
+        """Give the newest checkpoint its name if a kill came between its last byte and that."""
+        if any(self.folder.glob(f".step-*{ASIDE}")):
+            path, _ = self.newest_valid()
+            if path and path.name.startswith("."):
+                final = path.with_name(label(path))
+                if final.exists():
+                    shutil.rmtree(final)
+                publish(path, final)
 
     @contextmanager
     def hold(self, step: int) -> Iterator[list[int]]:
@@ -304,6 +316,18 @@ def check(path: Path) -> None:
             raise CheckpointError(
                 f"{path}: {name} has sha256 {found[:12]}..., {FILES} says {str(sha256)[:12]}...", path=path
             )
+
+
+def read_chosen(choose: Callable[[], Path], read: Callable[[Path], T]) -> tuple[Path, T]:
+    """A checkpoint and what is read of it; chosen again where a run that is saving removed or renamed it meanwhile."""
+    while True:
+        path = choose()
+        try:
+            return path, read(path)
+        except (OSError, ConfigError):
+            with suppress(CheckpointError):
+                check(path)
+                raise  # it is there, whole: the error is another
 
 
 def read_position(path: Path) -> tuple[TrainState, dict[str, Any]]:

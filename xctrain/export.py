@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
     from xctrain.collate import Batch
     from xctrain.models import Family
+    from xctrain.state import TrainState
+
+    Saved = dict[str, Tensor]  # weights by name
 
 # Largest difference of a logit, as a share of the largest logit: rounding of weights in that type, with room for depth.
 LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
@@ -85,14 +88,8 @@ def export(
         RunError: no whole checkpoint, another base model, nothing to compare on, or a result that differs too much.
     """
     _require_free(out)
-    if which == Path("best"):
-        which = resume.best_checkpoint(config_of(run_dir))
-    if which and not which.is_dir():
-        raise ConfigError(f"--checkpoint is {which}, there is no such folder; give a checkpoint's folder", path=which)
-    path = which or resume.newest_checkpoint(run_dir)
-    checkpoint.check(path)
-    state, position = checkpoint.read_position(path)
-    config = _config_to_merge(load_settings(Config, path / checkpoint.CONFIG).moved_to(run_dir), base)
+    path, (state, position, config, saved) = checkpoint.read_chosen(lambda: _chosen(run_dir, which), _read)
+    config = _config_to_merge(config.moved_to(run_dir), base)
     _require_base(config, position)
     row = _row_of_picture(image) if image else _first_row(config)
     dtype = dtype or config.model.dtype
@@ -101,12 +98,12 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        before, merged = _write_model(config, path, row, dtype, temporary)
+        before, merged = _write_model(config, path, saved, row, dtype, temporary)
         gc.collect()  # else the trained model may still be in memory while the exported one is opened
         after = _logits_of(_reopen(config, dtype, temporary), row)
         result = Exported(
             run=str(run_dir),
-            checkpoint=path.name,
+            checkpoint=checkpoint.label(path),
             step=state.step,
             samples_consumed=state.samples_consumed,
             base=str(position.get("model_id")),
@@ -183,7 +180,25 @@ def _row_of_picture(path: Path) -> Row:
         raise ConfigError(f"--image {path}: cannot be read as a picture: {error}", path=path) from error
 
 
-def _write_model(config: Config, path: Path, row: Row, dtype: str, folder: Path) -> "tuple[Tensor, int]":
+def _chosen(run_dir: Path, which: Path | None) -> Path:
+    if which is None:
+        return resume.newest_checkpoint(run_dir)
+    path = resume.best_checkpoint(config_of(run_dir)) if which == Path("best") else which
+    if not path.is_dir():
+        raise ConfigError(f"--checkpoint is {path}, there is no such folder; give a checkpoint's folder", path=path)
+    checkpoint.check(path)
+    return path
+
+
+def _read(path: Path) -> "tuple[TrainState, dict[str, Any], Config, Saved]":
+    from xctrain import tensors
+
+    return *checkpoint.read_position(path), load_settings(Config, path / checkpoint.CONFIG), tensors.read_saved(path)
+
+
+def _write_model(
+    config: Config, path: Path, saved: "Saved", row: Row, dtype: str, folder: Path
+) -> "tuple[Tensor, int]":
     """Write the trained model; its logits before anything was merged or rounded, and the number of merged adapters."""
     import torch
 
@@ -192,7 +207,7 @@ def _write_model(config: Config, path: Path, row: Row, dtype: str, folder: Path)
 
     wide = config.model.model_copy(update={"dtype": "float32"}) if dtype == "float32" else config.model
     family = basemodel.open_family(config.model_copy(update={"model": wide}))
-    tensors.load_weights(path, family.module, every_trainable=False)
+    tensors.load_weights(path, family.module, every_trainable=False, saved=saved)
     logits = _logits_of(family, row)
     merged = merge(family.module)
     if dtype != wide.dtype:

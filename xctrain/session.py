@@ -100,6 +100,7 @@ def _plan_together(config: Config, ranks: "Ranks") -> Plan:
     for note in ranks.agree(lambda: bring.fetch_run(config) if ranks.is_main else []):
         print(note, file=sys.stderr)
     ranks.agree(lambda: require_whole_log(config.run.dir) if ranks.is_main else None)
+    ranks.agree(lambda: resume.checkpoints_of(config).finish_save() if ranks.is_main else None)
     plan = ranks.agree(lambda: make_plan(config, ranks.world_size))
     ranks.agree(lambda: push.claim(config) if ranks.is_main else None)
     require_one_folder(config, ranks, plan.state)
@@ -130,25 +131,27 @@ def _leave(code: int) -> int:
 
 def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
     """The model as a checkpoint has it: ``newest``, ``best``, ``base`` for the untrained one, or a checkpoint's path."""
-    path: Path | None = None
-    if which == "newest":
-        path = resume.newest_checkpoint(config.run.dir)
-    elif which == "best":
-        path = resume.best_checkpoint(config_of(config.run.dir))
-        checkpoint.check(path)
-    elif which != "base":
-        path = Path(which)
-        if not path.is_dir():
-            raise ConfigError(
-                f"eval.checkpoint is {which}, there is no such folder; give a checkpoint, newest, best or base"
-            )
-        checkpoint.check(path)
-    family = open_family(config)
-    if path is not None:
-        from xctrain import tensors
+    if which == "base":
+        return open_family(config), None
+    from xctrain import tensors
 
-        tensors.load_weights(path, family.module, every_trainable=False)
+    # Weights before the model, which takes longer: a run that is training may remove them meanwhile.
+    path, saved = checkpoint.read_chosen(lambda: _chosen(config, which), tensors.read_saved)
+    family = open_family(config)
+    tensors.load_weights(path, family.module, every_trainable=False, saved=saved)
     return family, path
+
+
+def _chosen(config: Config, which: str) -> Path:
+    if which == "newest":
+        return resume.newest_checkpoint(config.run.dir)
+    path = resume.best_checkpoint(config_of(config.run.dir)) if which == "best" else Path(which)
+    if not path.is_dir():
+        raise ConfigError(
+            f"eval.checkpoint is {which}, there is no such folder; give a checkpoint, newest, best or base"
+        )
+    checkpoint.check(path)
+    return path
 
 
 def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
@@ -162,7 +165,10 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     ranks = join(config)
     ranks.agree(lambda: require_file(out, "--out", parents=True) if out and ranks.is_main else None)
     ranks.agree(lambda: ensure_base_model(config, open_data(config.data)) if ranks.is_main else None)
-    family, path = trained_family(config, config.eval.checkpoint)
+    which = config.eval.checkpoint
+    if ranks.world_size > 1 and which in ("newest", "best"):  # the same on every rank, though a run may be saving
+        which = str(ranks.from_main(ranks.agree(lambda: _chosen(config, which) if ranks.is_main else None)))
+    family, path = ranks.agree(lambda: trained_family(config, which))
     family.module.to(ranks.accelerator.device)
     for number, dataset in enumerate(datasets):
         result = evaluate(family, dataset, config.eval, ranks)

@@ -134,8 +134,12 @@ def names_in(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def load_weights(path: Path, module: nn.Module, *, every_trainable: bool) -> None:
+def load_weights(
+    path: Path, module: nn.Module, *, every_trainable: bool, saved: dict[str, torch.Tensor] | None = None
+) -> None:
     """Put a checkpoint's weights into ``module``; ``every_trainable``: to go on training, so none may be left as it was.
+
+    ``saved``: the weights, if they were read already.
 
     Raises:
         CheckpointError: names or shapes differ from the module's.
@@ -143,19 +147,24 @@ def load_weights(path: Path, module: nn.Module, *, every_trainable: bool) -> Non
     parameters = dict(module.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     with torch.no_grad():
-        for name, weight in read_weights(path, module, shapes, every_trainable=every_trainable).items():
+        for name, weight in read_weights(path, module, shapes, every_trainable=every_trainable, saved=saved).items():
             parameters[name].copy_(part_of(weight, parameters[name]))
 
 
 def read_weights(
-    path: Path, module: nn.Module, shapes: Mapping[str, Sequence[int]], *, every_trainable: bool = True
+    path: Path,
+    module: nn.Module,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    every_trainable: bool = True,
+    saved: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A checkpoint's weights, whole, which must be the module's by name and shape.
 
     Raises:
         CheckpointError: they are not.
     """
-    saved = load_file(path / MODEL)
+    saved = read_saved(path) if saved is None else saved
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     expected = trained if every_trainable else saved.keys()
     if odd := sorted((saved.keys() ^ expected) | (saved.keys() - shapes.keys())):
@@ -172,6 +181,11 @@ def read_weights(
                 path=path,
             )
     return saved
+
+
+def read_saved(path: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights by name, whatever model they are of."""
+    return load_file(path / MODEL)
 
 
 def read_slots(path: Path) -> dict[str, torch.Tensor]:

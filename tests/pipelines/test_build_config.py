@@ -48,6 +48,10 @@ def test_a_source_may_be_a_path_alone():
             ["source.kind=csv", "source.path=x", "source.root=null", "source.delimiter=ab"],
             r"delimiter is 'ab', expected at most 1 char",
         ),
+        (
+            ["source.kind=jsonl", "source.root=null", "source.path=[]"],
+            r"source.path is \[\], expected a text or at least 1 value, or null$",
+        ),
         (["filters.max_pixels=100000000000"], r"filters.max_pixels is 100000000000"),
     ],
 )

@@ -354,6 +354,15 @@ def test_absent_metrics_are_found(run: Path) -> None:
     assert (result.ok, result.findings) == (False, ("metrics.jsonl: is missing",))
 
 
+def test_newest_checkpoint_that_is_gone_is_a_finding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-00000010")
+    assert main.main(["audit", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "checkpoints: the one of step 10, which metrics.jsonl tells of, is gone; what is audited is the newest" in said
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [("metrics.jsonl", "metrics.jsonl: 6 steps missing, first step 1"), ("keys-rank0.jsonl", "72 skipped")],

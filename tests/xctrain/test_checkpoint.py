@@ -13,6 +13,7 @@ import runs
 import torch
 from torch import nn
 
+from shards.atomic import aside
 from xctrain import checkpoint, rng, tensors
 from xctrain.checkpoint import Checkpoints, Content
 from xctrain.errors import CheckpointError
@@ -147,6 +148,44 @@ def test_checkpoints_that_are_held_stay_while_others_are_saved(tmp_path: Path) -
     saving.join()
     checkpoints.save(content(150))
     assert checkpoints.steps() == [150]
+
+
+def test_start_gives_a_whole_checkpoint_the_name_that_a_kill_kept_from_it(checkpoints: Checkpoints) -> None:
+    whole = checkpoints.save(content(5))
+    older = checkpoints.path(4)
+    checkpoints.finish_save()
+    assert names_in(checkpoints.folder) == [whole.name]
+    whole.rename(aside(whole))
+    shutil.copytree(aside(whole), whole)  # damaged, and about to give way
+    (whole / "files.json").unlink()
+    shutil.copytree(aside(whole), aside(older))
+    (aside(older) / "rng.json").unlink()  # a save that did not end
+    checkpoints.finish_save()
+    assert names_in(checkpoints.folder) == [aside(older).name, whole.name]
+    assert checkpoints.newest_valid() == (whole, [])
+
+
+def test_checkpoint_that_goes_while_it_is_read_is_chosen_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(content(1))
+    chosen: list[Path] = []
+
+    def choose() -> Path:
+        chosen.append(checkpoints.path(checkpoints.steps()[0]))
+        return chosen[-1]
+
+    def read(path: Path) -> str:
+        if len(chosen) < 3:
+            checkpoints.save(content(1 + len(chosen)))
+        return (path / "config.yaml").read_text()
+
+    assert checkpoint.read_chosen(choose, read) == (checkpoints.path(3), "train: {num_steps: 9}\n")
+    with pytest.raises(OSError, match="its own"):
+        checkpoint.read_chosen(choose, raise_its_own)
+
+
+def raise_its_own(_: Path) -> None:
+    raise OSError("its own")
 
 
 def files_of_a_checkpoint() -> list[str]:
