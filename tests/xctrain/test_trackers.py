@@ -170,7 +170,7 @@ def test_after_a_kill_a_tracker_ends_with_one_point_for_each_step(
     process = runs.launcher([*arguments, f"train.num_steps={steps}", "train.resume_with=train.num_steps"], 2)
     printed = runs.finish(process)
     begun = runs.events(run, "start")[-1]
-    assert begun["lost_steps"] > 0
+    assert begun["previous_end"] == "killed"  # as a rule some steps beyond its newest checkpoint
     assert held > begun["step"], "nothing that the tracker held was done again"
     found, due = TRACKERS[name](run), due_points(run)
     assert {key for key, values in found.items() if len(values) != 1} == set()
@@ -315,7 +315,7 @@ def test_a_tracker_that_hangs_or_dies_delays_no_step(drawn_shards: Path, tmp_pat
             "from xctrain.session import train_rank; "
             "train_rank(load_settings(Config, None, sys.argv[1:]), open_tiny)"
         )
-        arguments = runs.settings(drawn_shards, run, watch__trackers="[wandb]", data__workers=0, train__num_steps=300)
+        arguments = runs.settings(drawn_shards, run, watch__trackers="[wandb]", data__workers=0, train__num_steps=1000)
         library = stand_in(tmp_path / f"lib-{kind}", body)
         printed = runs.finish(runs.start([sys.executable, "-c", code, *arguments], imports_from=library))
         said = (
