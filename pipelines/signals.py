@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shards.cli import STOPPED
+from shards.cli import SAME_SIGNAL_S, STOPPED
 from shards.errors import Stopped
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SAME_SIGNAL_S = 1.0  # a terminal and a launcher may both deliver one Ctrl-C
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def ended_by_signals(message: str) -> Iterator[None]:
         if asked is None:
             asked = time.monotonic()
             raise Stopped(message)
-        if time.monotonic() - asked > _SAME_SIGNAL_S:
+        if time.monotonic() - asked > SAME_SIGNAL_S:
             os.write(2, f"{message}\n".encode())
             os._exit(STOPPED)
 

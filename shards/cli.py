@@ -15,7 +15,7 @@ from shards.errors import Stopped, UserError, describe
 
 OURS = ("shards", "pipelines", "xctrain")
 STOPPED = 75
-_SAME_SIGNAL_S = 1.0  # a terminal and a launcher may both deliver one Ctrl-C
+SAME_SIGNAL_S = 1.0  # a terminal and a launcher may both deliver one Ctrl-C
 _ENDING_S = 60.0
 
 
@@ -29,7 +29,7 @@ def run_and_exit(main: Callable[[Sequence[str]], int]) -> NoReturn:
     ended = time.monotonic()
 
     def leave(_number: int, _frame: object) -> None:
-        if time.monotonic() - ended > _SAME_SIGNAL_S:
+        if time.monotonic() - ended > SAME_SIGNAL_S:
             os._exit(code)
 
     _handle(leave)

@@ -22,12 +22,12 @@ from shards.errors import UserError
 from shards.places import require_folder
 from shards.settings import load_settings
 from shards.stream import Slot
-from xctrain import basemodel, checkpoint, resume
+from xctrain import basemodel, checkpoint
 from xctrain.collate import Row
 from xctrain.config import Config
 from xctrain.data import open_data
 from xctrain.errors import ConfigError, RunError
-from xctrain.runfolder import config_of
+from xctrain.runfolder import chosen_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,9 @@ def export(
         RunError: no whole checkpoint, another base model, nothing to compare on, or a result that differs too much.
     """
     _require_free(out)
-    path, (state, position, config, saved) = checkpoint.read_chosen(lambda: _chosen(run_dir, which), _read)
+    path, (state, position, config, saved) = checkpoint.read_chosen(
+        lambda: chosen_checkpoint(run_dir, str(which or "newest"), "--checkpoint"), _read
+    )
     config = _config_to_merge(config.moved_to(run_dir), base)
     _require_base(config, position)
     row = _row_of_picture(image) if image else _first_row(config)
@@ -178,16 +180,6 @@ def _row_of_picture(path: Path) -> Row:
             return Row(n=0, epoch=0, key=path.name, image=image.convert("RGB"), captions=("a picture",), masked=None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--image {path}: cannot be read as a picture: {error}", path=path) from error
-
-
-def _chosen(run_dir: Path, which: Path | None) -> Path:
-    if which is None:
-        return resume.newest_checkpoint(run_dir)
-    path = resume.best_checkpoint(config_of(run_dir)) if which == Path("best") else which
-    if not path.is_dir():
-        raise ConfigError(f"--checkpoint is {path}, there is no such folder; give a checkpoint's folder", path=path)
-    checkpoint.check(path)
-    return path
 
 
 def _read(path: Path) -> "tuple[TrainState, dict[str, Any], Config, Saved]":

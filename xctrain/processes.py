@@ -7,10 +7,11 @@ import signal
 import time
 from types import FrameType
 
+from shards.cli import SAME_SIGNAL_S
+
 _PR_SET_PDEATHSIG = 1  # Source: prctl(2)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # Source: mallopt(3)
 _LARGE_BYTES = 1 << 25  # the most that it takes for the latter
-_SAME_SIGNAL_S = 1.0  # a terminal and a launcher may both deliver one Ctrl-C
 
 EXIT_STOPPED = 75  # stopped by a signal after saving: start again to go on
 
@@ -60,5 +61,5 @@ class StopRequest:
         if self._since is None:
             self._since = now
             os.write(2, b"asked to stop: that is after this step and its save; a second signal ends at once, unsaved\n")
-        elif now - self._since > _SAME_SIGNAL_S:
+        elif now - self._since > SAME_SIGNAL_S:
             os._exit(1)

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write in it, and whether all ranks see the same."""
+"""The folder of a run: its config, which of its checkpoints is meant, who may write in it, whether all ranks see the same."""
 
 import errno
 import fcntl
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shards.manifest import NAME as MANIFEST
 from shards.settings import load_settings
+from xctrain import checkpoint, resume
 from xctrain.config import Config
 from xctrain.errors import ConfigError, RunError, TrainError
 from xctrain.state import TrainState
@@ -54,6 +55,23 @@ def config_of(run_dir: Path) -> Config:
             f"{found}; the run wrote that file: put a copy back, such as checkpoints/step-N/config.yaml of the run",
             path=path,
         ) from None
+
+
+def chosen_checkpoint(run_dir: Path, which: str, setting: str) -> Path:
+    """The newest whole checkpoint of a run, its best, or the one in a folder, as ``setting`` says.
+
+    Raises:
+        ConfigError, CheckpointError: it is not there, or damaged.
+    """
+    if which == "newest":
+        return resume.newest_checkpoint(run_dir)
+    path = resume.best_checkpoint(config_of(run_dir)) if which == "best" else Path(which)
+    if not path.is_dir():
+        raise ConfigError(
+            f"{setting} is {which}, there is no such folder; give a checkpoint's folder, newest or best", path=path
+        )
+    checkpoint.check(path)
+    return path
 
 
 def make_run_folder(folder: Path) -> None:

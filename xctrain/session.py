@@ -18,7 +18,7 @@ from xctrain.log import JsonLines, require_whole_log
 from xctrain.phase import enter
 from xctrain.processes import EXIT_STOPPED, StopRequest
 from xctrain.reading import begin_reading
-from xctrain.runfolder import config_of, lock, require_one_folder
+from xctrain.runfolder import chosen_checkpoint, config_of, lock, require_one_folder
 from xctrain.start import Plan, make_plan, open_model, start
 from xctrain.state import TrainState
 from xctrain.trackers import Trackers
@@ -136,22 +136,12 @@ def trained_family(config: Config, which: str) -> tuple["Family", Path | None]:
     from xctrain import tensors
 
     # Weights before the model, which takes longer: a run that is training may remove them meanwhile.
-    path, saved = checkpoint.read_chosen(lambda: _chosen(config, which), tensors.read_saved)
+    path, saved = checkpoint.read_chosen(
+        lambda: chosen_checkpoint(config.run.dir, which, "eval.checkpoint"), tensors.read_saved
+    )
     family = open_family(config)
     tensors.load_weights(path, family.module, every_trainable=False, saved=saved)
     return family, path
-
-
-def _chosen(config: Config, which: str) -> Path:
-    if which == "newest":
-        return resume.newest_checkpoint(config.run.dir)
-    path = resume.best_checkpoint(config_of(config.run.dir)) if which == "best" else Path(which)
-    if not path.is_dir():
-        raise ConfigError(
-            f"eval.checkpoint is {which}, there is no such folder; give a checkpoint, newest, best or base"
-        )
-    checkpoint.check(path)
-    return path
 
 
 def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
@@ -167,7 +157,13 @@ def evaluate_rank(config: Config, *, as_json: bool, out: Path | None) -> int:
     ranks.agree(lambda: ensure_base_model(config, open_data(config.data)) if ranks.is_main else None)
     which = config.eval.checkpoint
     if ranks.world_size > 1 and which in ("newest", "best"):  # the same on every rank, though a run may be saving
-        which = str(ranks.from_main(ranks.agree(lambda: _chosen(config, which) if ranks.is_main else None)))
+        which = str(
+            ranks.from_main(
+                ranks.agree(
+                    lambda: chosen_checkpoint(config.run.dir, which, "eval.checkpoint") if ranks.is_main else None
+                )
+            )
+        )
     family, path = ranks.agree(lambda: trained_family(config, which))
     family.module.to(ranks.accelerator.device)
     for number, dataset in enumerate(datasets):
