@@ -37,7 +37,7 @@ def test_one_signal_asks_and_does_not_end() -> None:
 
 
 def test_second_signal_leaves_at_once() -> None:
-    process = child(STOP.format(before="processes._SAME_SIGNAL_S = 0.05", after="time.sleep(60)"))
+    process = child(STOP.format(before="processes.SAME_SIGNAL_S = 0.05", after="time.sleep(60)"))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "asked\n"
@@ -47,7 +47,7 @@ def test_second_signal_leaves_at_once() -> None:
 
 
 def test_one_ctrl_c_that_arrives_twice_is_one_signal() -> None:
-    process = child(STOP.format(before="processes._SAME_SIGNAL_S = 60", after="time.sleep(0.2); raise SystemExit(75)"))
+    process = child(STOP.format(before="processes.SAME_SIGNAL_S = 60", after="time.sleep(0.2); raise SystemExit(75)"))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
