@@ -27,7 +27,7 @@ _LIMIT_S = 120.0  # for one check; importing torch from a cold disk takes a minu
 _LOCK = Path(__file__).parents[1] / "requirements.lock"
 _NVIDIA = "0x10de"  # vendor on the PCI bus
 _FOUR_BIT_ERROR = 0.2  # of the whole product; nf4 is 8 to 10 % off on random numbers
-_SHM_BYTES = 512 * 2**20  # batches of a few workers; Docker gives 64 MB unless told otherwise
+_SHM_BYTES = 512 * 2**20  # for NCCL, and batches beyond BatchMemory's; Docker gives 64 MB unless told otherwise
 _DISK_BYTES = 20e9  # a few checkpoints of adapters, and a cache of shards
 _ALL_REDUCE_TIMEOUT_S = 60
 
@@ -242,7 +242,7 @@ def _check_all_reduce() -> Finding:
 def _check_shared_memory() -> Finding:
     total = shutil.disk_usage("/dev/shm").total
     ok = total >= _SHM_BYTES
-    step = "" if ok else "start the container with --shm-size=8g, or train with data.workers=0"
+    step = "" if ok else "start the container with --shm-size=1g: NCCL needs it, and micro-batches beyond 268 MB"
     return Finding("/dev/shm", ok, f"{total / 1e6:.0f} MB", step)
 
 

@@ -16,6 +16,7 @@ from shards.errors import DamagedSampleError, UserError, counted
 from shards.joined import SampleReader
 from shards.sample import Sample
 from shards.stream import Slot, Stream, share
+from xctrain.batchmemory import BatchMemory, Packed
 from xctrain.captions import CaptionChoice, choose_captions
 from xctrain.collate import Batch, Row
 from xctrain.decode import Decoder
@@ -110,14 +111,33 @@ class MicroBatchSampler(Sampler[list[Slot]]):
             yield from share(step, self.rank, self.world_size, self.micro_batch)
 
 
-class _MicroBatches(Dataset["Batch | UserError"]):
+@dataclass(frozen=True)
+class _Requests(Sampler["tuple[list[Slot], int | None]"]):
+    """What workers are asked for: the slots of a micro-batch, and the buffer that it goes into."""
+
+    slots: MicroBatchSampler
+    memory: BatchMemory | None  # none without workers
+
+    def __iter__(self) -> Iterator[tuple[list[Slot], int | None]]:
+        for slots in self.slots:
+            yield slots, self.memory.lend() if self.memory else None
+
+
+@dataclass(frozen=True)
+class _MicroBatches(Dataset["Batch | UserError | Packed"]):
     """Slots as one micro-batch. An error for the user crosses the process border as a value, not as a traceback."""
 
-    def __init__(self, rows: SlotRows, collator: Collator) -> None:
-        self.rows = rows
-        self.collator = collator
+    rows: SlotRows
+    collator: Collator
+    memory: BatchMemory | None = None
 
-    def __getitem__(self, slots: list[Slot]) -> Batch | UserError:
+    def __getitem__(self, request: tuple[list[Slot], int | None]) -> Batch | UserError | Packed:
+        slots, buffer = request
+        batch = self.make(slots)
+        return batch if self.memory is None or buffer is None else self.memory.pack(batch, buffer)
+
+    def make(self, slots: list[Slot]) -> Batch | UserError:
+        """The micro-batch."""
         since = time.perf_counter()
         waits: list[float] = []
 
@@ -157,11 +177,21 @@ class Loader:
     def micro_batches(self, start: int) -> "DataLoader[Any]":
         """Micro-batches from position ``start``; not to be passed to ``accelerator.prepare``, which shards again."""
         workers: dict[str, Any] = {}
+        memory = None
         if self.num_workers:
-            workers = {"prefetch_factor": self.prefetch, "worker_init_fn": become_worker, "timeout": self.timeout_s}
+            # As many as are under way, and those of the step that is computed and of the one that is put together.
+            memory = BatchMemory(self.num_workers * self.prefetch + 2 * self._per_step)
+            workers = {
+                "multiprocessing_context": "fork",  # what inherits the memory, and is the trainer's own child
+                "prefetch_factor": self.prefetch,
+                "worker_init_fn": become_worker,
+                "timeout": self.timeout_s,
+            }
         return DataLoader(
-            _MicroBatches(self.rows, self.collator),
-            sampler=MicroBatchSampler(self.stream, start, self.rank, self.world_size, self.micro_batch),
+            _MicroBatches(self.rows, self.collator, memory),
+            sampler=_Requests(
+                MicroBatchSampler(self.stream, start, self.rank, self.world_size, self.micro_batch), memory
+            ),
             batch_size=None,
             num_workers=self.num_workers,
             collate_fn=_as_it_is,
@@ -175,7 +205,7 @@ class Loader:
         if self.stream.end is not None and start >= self.stream.end:
             return None
         slots = self.stream.micro_batches(start, self.rank, self.world_size, self.micro_batch)[0]
-        batch = _MicroBatches(self.rows, self.collator)[slots]
+        batch = _MicroBatches(self.rows, self.collator).make(slots)
         return batch if isinstance(batch, Batch) else None
 
     def global_batches(self, start: int) -> Generator[tuple[list[Batch], float], None, None]:
@@ -184,7 +214,6 @@ class Loader:
         Raises:
             UserError: what a worker met.
         """
-        per_step = self.stream.global_batch // (self.world_size * self.micro_batch)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # worker_notes says it
             batches = iter(self.micro_batches(start))
@@ -194,7 +223,7 @@ class Loader:
             since = time.perf_counter()
             enter(f"waiting for data from position {n} on")
             micro_batches = []
-            for number in range(per_step):
+            for number in range(self._per_step):
                 batch = self._next(batches, n, number)
                 if isinstance(batch, UserError):
                     try:
@@ -206,9 +235,13 @@ class Loader:
                 self.delivered(n + self.stream.global_batch)
             yield micro_batches, time.perf_counter() - since
 
-    def _next(self, batches: "Iterator[Batch | UserError]", n: int, number: int) -> Batch | UserError:
+    @property
+    def _per_step(self) -> int:
+        return self.stream.global_batch // (self.world_size * self.micro_batch)
+
+    def _next(self, batches: "Iterator[Batch | UserError | Packed]", n: int, number: int) -> Batch | UserError:
         try:
-            return next(batches)
+            batch = next(batches)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader "):  # torch's own: a worker that stalls, or was killed
                 raise
@@ -219,6 +252,7 @@ class Loader:
                 "and memory is left, then start again to go on",
                 path=places[0][0],
             ) from None
+        return batch.open() if isinstance(batch, Packed) else batch
 
 
 def num_workers(setting: int | Literal["auto"], local_world_size: int, num_cpus: int | None = None) -> int:

@@ -16,7 +16,7 @@ ORDER = re.findall(
     r"\w+",
     """
     errors best section dataconfig modelconfig trainconfig evalconfig config state data spikes log flops prompt loss
-    ptb scores captions collate speed decode phase processes tracked follow trackers loader models basemodel optim
+    ptb scores captions collate speed decode phase processes tracked follow trackers batchmemory loader models basemodel optim
     memory hostmemory rng ranks reading tensors parallel zero checkpoint resume pushed push bring saver evaluate run
     progress badbatch firstbatch loop charts history page proof gallery largest drystep runfolder world startlog
     heldout start plan trained audit report endfigures compare sheet session export scaling launch doctor demo __main__
