@@ -1,5 +1,6 @@
 """The stream in real processes: workers, uneven ranks, ends of runs, other versions of Accelerate."""
 
+import shlex
 import subprocess
 import sys
 import time
@@ -42,6 +43,20 @@ def test_rank_whose_batches_end_early_fails_the_run_within_the_timeout(drawn_sha
     assert process.returncode == 1, out + err
     assert "start again to go on" in err
     assert time.monotonic() - began < 120
+
+
+def test_container_whose_shared_memory_is_small_trains(drawn_shards: Path, tmp_path: Path) -> None:
+    """A real one, of 256 kB in a name space of its own: what is read ahead would not fit into it."""
+    run = tmp_path / "run"
+    changes = {"data__workers": 2, "data__prefetch": 24, "train__micro_batch": 1}
+    train = shlex.join(runs.rank_command(runs.settings(drawn_shards, run, **changes)))
+    script = f"mount -t tmpfs -o size=256k none /dev/shm || exit 77; exec {train}"
+    process = runs.start(["unshare", "-rm", "sh", "-c", script])
+    out, err = process.communicate(timeout=240)
+    if process.returncode == 77 or "unshare" in err:
+        pytest.skip("this system lets no user mount a disk of its own")
+    assert process.returncode == 0, out + err
+    assert audit_of(run).ok
 
 
 @pytest.mark.slow
