@@ -14,6 +14,7 @@ from pipelines.build import Build
 from pipelines.config import BuildConfig, FilterConfig, HeldOutConfig, RunConfig, SourceConfig, SplitConfig
 from pipelines.progress import Progress, progress_bar
 from pipelines.run import each_result
+from pipelines.signals import uncovered
 from pipelines.summary import Summary
 from pipelines.tasks import described, make_task, show
 
@@ -61,7 +62,7 @@ def _run(kind: type[Build], given: dict[str, Any], sections: dict[str, BaseModel
     config = BuildConfig.model_validate({**given, **_completed(sections)})
     if runtime.deployment.id and config.build.note:  # else the command line has said it
         get_run_logger().warning(config.build.note)
-    with kind(config) as job:
+    with uncovered(), kind(config) as job:
         todo: list[str] = make_task(job.plan, "plan", "plan")()
         with progress_bar(job.num_records(todo), "build") as progress:
             _build_all(job, todo, progress)

@@ -13,6 +13,7 @@ from pipelines.download import Download, Downloaded
 from pipelines.download_config import DownloadConfig, FileConfig
 from pipelines.errors import DamageError, DownloadError
 from pipelines.progress import progress_bar
+from pipelines.signals import uncovered
 from pipelines.tasks import described, make_task, show
 from shards.errors import UserError, counted
 from shards.mirror import RemoteShards
@@ -41,7 +42,7 @@ def download_coco(
     prefect_api.end_with_server()
     prefect_api.say_in_one_paragraph()
     config = DownloadConfig.model_validate(fields)
-    with Download(config) as job:
+    with uncovered(), Download(config) as job:
         todo: list[str] = make_task(job.plan, "plan", "plan")()
         fetch = make_task(job.fetch, "fetch", "{name}")
         with (
@@ -85,7 +86,7 @@ def verify_shards(folder: str) -> dict[str, Any]:
 
     shard = make_task(verify_shard, "verify-shard", "{name}")
     findings: list[Finding] = []
-    with ThreadPoolTaskRunner[None](max_workers=usable_cpus()) as runner:
+    with uncovered(), ThreadPoolTaskRunner[None](max_workers=usable_cpus()) as runner:
         results = [runner.submit(shard, {"name": name}).result for name in entries]
         for verify in (*results, make_task(verify_rest, "verify-manifest", "manifest and keys")):
             if error := _error_of(verify, DamageError):

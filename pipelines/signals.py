@@ -47,10 +47,30 @@ def ended_by_signals(message: str) -> Iterator[None]:
             over = True
             _handle(interrupt)  # a library's may still be there
     except BaseException as error:
-        # A library's own handler raises what is no Exception either, such as Prefect's TerminationSignal.
-        if asked is not None or not isinstance(error, Exception | SystemExit | GeneratorExit):
+        if asked is not None or _signal_in(error):
             raise Stopped(message) from None
         raise
+
+
+@contextmanager
+def uncovered() -> Iterator[None]:
+    """The body of a flow, out of which what a library's handler raised at a signal comes as that.
+
+    Prefect fails to tidy up a task that was still being made, with a ValueError: the run would count as failed, not crashed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if found := _signal_in(error):
+            raise found from None
+        raise
+
+
+def _signal_in(error: BaseException | None) -> BaseException | None:
+    """What a signal raised, such as Prefect's TerminationSignal, which is no Exception: this, or what this came up after."""
+    while isinstance(error, Exception | SystemExit | GeneratorExit):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _handle(handler: Callable[[int, object], None]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.errors import BuildError
-from pipelines.signals import ended_by_signals
+from pipelines.signals import ended_by_signals, uncovered
 from shards import cli
 from shards.errors import Stopped
 
@@ -74,6 +74,39 @@ def test_further_signals_disturb_no_tidying_up(signum: int) -> None:
 def test_signal_counts_also_where_a_library_makes_another_error_of_it(signum: int) -> None:
     with pytest.raises(Stopped, match=r"^it was stopped$"), ended_by_signals("it was stopped"):
         get_signal_in_a_lock(signum)
+
+
+class LibrarysSignalError(BaseException):
+    """What a library's own handler raises."""
+
+
+def get_signal_of_a_library(signum: int) -> None:
+    """It has a handler of its own, and fails to tidy up."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise LibrarysSignalError
+
+    signal.signal(signum, interrupt)
+    try:
+        get_signal(signum)
+    except LibrarysSignalError:
+        raise ValueError("Task run is not set")  # noqa: B904 - as libraries do
+
+
+@SIGNALS
+def test_signal_counts_also_where_it_came_to_a_library_which_fails_at_it(signum: int) -> None:
+    with pytest.raises(Stopped, match=r"^it was stopped$"), ended_by_signals("it was stopped"):
+        get_signal_of_a_library(signum)
+    with pytest.raises(LibrarysSignalError), uncovered():
+        get_signal_of_a_library(signum)
+
+
+def test_error_without_a_signal_comes_out_of_a_flow_as_itself() -> None:
+    with pytest.raises(BuildError, match=r"^a disk$"), uncovered():
+        try:
+            raise OSError("full")
+        except OSError as error:
+            raise BuildError("a disk") from error
 
 
 @SIGNALS
