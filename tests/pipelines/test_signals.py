@@ -103,10 +103,7 @@ def test_signal_counts_also_where_it_came_to_a_library_which_fails_at_it(signum:
 
 def test_error_without_a_signal_comes_out_of_a_flow_as_itself() -> None:
     with pytest.raises(BuildError, match=r"^a disk$"), uncovered():
-        try:
-            raise OSError("full")
-        except OSError as error:
-            raise BuildError("a disk") from error
+        raise BuildError("a disk") from OSError("full")
 
 
 @SIGNALS
