@@ -62,7 +62,7 @@ def test_killed_run_of_an_adapter_is_bit_identical(
     start = starter(drawn_shards, base, adapter, processes)
     text = runs.finish(start(straight))
 
-    runs.kill_at(start(killed), killed, step=7)
+    runs.kill_at(start(killed), killed, step=7, saved=True)
     runs.finish(start(killed))
 
     assert runs.trajectory(killed) == runs.trajectory(straight)

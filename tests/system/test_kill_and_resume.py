@@ -61,7 +61,7 @@ def test_other_ranks_and_workers_train_on_the_same_keys_in_the_same_steps(
     straight, moved = straight_run(1), tmp_path / "moved"
     for processes, workers, until in ((1, 0, 12), (3, 1, 26)):
         process = runs.launcher(runs.settings(drawn_shards, moved, data__workers=workers), processes)
-        runs.kill_at(process, moved, until)
+        runs.kill_at(process, moved, until, saved=True)
     runs.train(drawn_shards, moved, 2, data__workers=4)
 
     assert runs.keys_by_step(moved) == runs.keys_by_step(straight)
@@ -84,7 +84,7 @@ def test_killed_run_whose_mixed_data_grow_and_lose_samples_is_bit_identical(
     killed, straight = tmp_path / "killed", tmp_path / "straight"
     changes: dict[str, Any] = {"train__num_steps": 26}
     mix = f"{{coco: {coco}, own: {{path: {own}, repeat: 2}}}}"
-    runs.kill_at(runs.launcher(runs.settings(Path(mix), killed, **changes), processes), killed, 7)
+    runs.kill_at(runs.launcher(runs.settings(Path(mix), killed, **changes), processes), killed, 7, saved=True)
 
     damage(coco, 3, 44)
     assert shards_main(["verify", str(coco), "--quarantine", str(listed)]) == 1
@@ -95,7 +95,7 @@ def test_killed_run_whose_mixed_data_grow_and_lose_samples_is_bit_identical(
     runs.train(Path(mix), straight, processes, **changes)
     arguments = runs.settings(Path(mix), killed, **changes)
     for step in (11, 10 + processes * 4):  # within the epoch that goes on, and in the one with the new data
-        runs.kill_at(runs.launcher(arguments, processes), killed, step)
+        runs.kill_at(runs.launcher(arguments, processes), killed, step, saved=True)
     runs.finish(runs.launcher(arguments, processes))
 
     assert runs.trajectory(killed) == runs.trajectory(straight)

@@ -24,7 +24,7 @@ def test_what_workers_read_ahead_is_neither_lost_nor_repeated_by_a_kill_with_oth
     changes = {"train__num_steps": 26, "data__prefetch": 8}
     for step, workers in ((8, 4), (17, 0)):
         arguments = runs.settings(drawn_shards, run, **changes, data__workers=workers)
-        runs.kill_at(runs.launcher(arguments, 1), run, step)
+        runs.kill_at(runs.launcher(arguments, 1), run, step, saved=True)
     runs.train(drawn_shards, run, data__workers=4, **changes)
     slots = [slot for step in runs.keys_by_step(run).values() for slot in step]
     assert [n for n, _ in slots] == list(range(26 * 12))

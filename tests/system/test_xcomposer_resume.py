@@ -58,7 +58,7 @@ def test_killed_run_of_xcomposer_is_bit_identical(
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     runs.finish(start(drawn_shards, base, straight, adapter, processes))
 
-    runs.kill_at(start(drawn_shards, base, killed, adapter, processes), killed, step=7)
+    runs.kill_at(start(drawn_shards, base, killed, adapter, processes), killed, step=7, saved=True)
     runs.finish(start(drawn_shards, base, killed, adapter, processes))
 
     assert runs.trajectory(killed) == runs.trajectory(straight)

@@ -73,10 +73,14 @@ def train(shards: Path, run: Path, processes: int = 1, code: int = 0, **changes:
     return finish(launcher(settings(shards, run, **changes), processes), code)
 
 
-def kill_at(process: "subprocess.Popen[str]", run: Path, step: int, delay_s: float = 0.0) -> None:
-    """SIGKILL launcher and, through it, its ranks, once the log shows ``step``."""
+def kill_at(
+    process: "subprocess.Popen[str]", run: Path, step: int, delay_s: float = 0.0, *, saved: bool = False
+) -> None:
+    """SIGKILL launcher and, through it, its ranks, once the log shows ``step``, and if ``saved`` a checkpoint is whole."""
     until = time.monotonic() + 120
-    while last_step(run) < step and process.poll() is None:
+    while process.poll() is None and (
+        last_step(run) < step or (saved and not any(run.glob("checkpoints/step-????????")))
+    ):
         assert time.monotonic() < until, f"step {step} was not reached: {process.communicate()[1]}"
         time.sleep(0.002)
     time.sleep(delay_s)

@@ -130,7 +130,7 @@ def test_compiled_run_has_the_losses_of_a_plain_one_and_resumes_bit_by_bit(
     plain, straight, killed = (tmp_path / name for name in ("plain", "straight", "killed"))
     runs.finish(compiled(base, drawn_shards, plain, 2, compile=False, adapter=adapter))
     runs.finish(compiled(base, drawn_shards, straight, 2, adapter=adapter), timeout_s=1200)
-    runs.kill_at(compiled(base, drawn_shards, killed, 2, adapter=adapter), killed, step=4)
+    runs.kill_at(compiled(base, drawn_shards, killed, 2, adapter=adapter), killed, step=4, saved=True)
     runs.finish(compiled(base, drawn_shards, killed, 2, adapter=adapter), timeout_s=1200)
 
     losses = [[line["loss"] for line in runs.events(run, "step")] for run in (straight, plain)]

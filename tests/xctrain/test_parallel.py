@@ -56,7 +56,7 @@ def test_run_killed_twice_is_bit_identical(drawn_shards: Path, tmp_path: Path, m
     runs.finish(runs.launcher(settings(drawn_shards, straight, mode), processes))
 
     for step in (4, 9):  # behind a checkpoint, and in the middle of one
-        runs.kill_at(runs.launcher(settings(drawn_shards, killed, mode), processes), killed, step)
+        runs.kill_at(runs.launcher(settings(drawn_shards, killed, mode), processes), killed, step, saved=True)
     runs.finish(runs.launcher(settings(drawn_shards, killed, mode), processes))
 
     same_runs(killed, straight)
@@ -72,7 +72,7 @@ def test_any_mode_goes_on_from_ddp_and_on_other_numbers_of_processes(
     runs.finish(runs.launcher(settings(drawn_shards, straight, "ddp", **whole), 1))
     changed = {**whole, "train__resume_with": "parallel.mode"}
     for mode, processes, until in (("ddp", 2, 4), (second, 3, 8)):
-        runs.kill_at(runs.launcher(settings(drawn_shards, moved, mode, **changed), processes), moved, until)
+        runs.kill_at(runs.launcher(settings(drawn_shards, moved, mode, **changed), processes), moved, until, saved=True)
     runs.finish(runs.launcher(settings(drawn_shards, moved, second, **changed), 2))
 
     assert runs.keys_by_step(moved) == runs.keys_by_step(straight)
@@ -230,7 +230,7 @@ def test_small_models_resume_bit_by_bit(
     changes |= {"model__gradient_checkpointing": True, "adapter__compute": "float32"}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     runs.finish(real(base_folders(kind), drawn_shards, straight, processes, mode, **changes))
-    runs.kill_at(real(base_folders(kind), drawn_shards, killed, processes, mode, **changes), killed, step=4)
+    runs.kill_at(real(base_folders(kind), drawn_shards, killed, processes, mode, **changes), killed, step=4, saved=True)
     runs.finish(real(base_folders(kind), drawn_shards, killed, processes, mode, **changes))
 
     assert runs.trajectory(killed) == runs.trajectory(straight)
