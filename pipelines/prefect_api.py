@@ -1,12 +1,10 @@
 """Where the flow finds a Prefect API: the one in ``PREFECT_API_URL``, or an embedded one that lives as long as the run."""
 
-import ctypes
 import http.client
 import logging
 import os
 import queue
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +15,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from pipelines.errors import BuildError
 from pipelines.retries import trying_again
 from shards.errors import ConfigError, UserError
+from shards.parent import die_with_parent
 
 GONE_S = 60  # without an answer, a server that only starts anew is back
 LOOK_EVERY_S = 5
@@ -50,8 +50,6 @@ SERVER_ENVIRONMENT = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
 }
-_libc = ctypes.CDLL(None)  # loaded here, as nothing may be loaded between fork and exec
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def prepare_environment() -> None:
@@ -77,11 +75,6 @@ def require_home() -> None:
             "user may write to, or add --plain, which uses no Prefect at all",
             path=home,
         ) from None
-
-
-def end_with_parent(signum: int = signal.SIGTERM) -> None:
-    """For ``preexec_fn``: the process gets a signal when its parent dies, by SIGKILL too."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def end_with_server() -> None:
@@ -268,7 +261,7 @@ def embedded_api() -> Iterator[str]:
             stderr=log_file,
             pass_fds=[listener.fileno()],
             start_new_session=True,  # Ctrl-C must not end it before the flow has reported its end
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
     try:
         wait_for(url, server, f"look into {log}, remove {log.parent} and run again, or add --plain")

@@ -15,6 +15,7 @@ from typing import Any
 from pipelines import prefect_api
 from pipelines.errors import BuildError
 from shards.errors import ConfigError
+from shards.parent import die_with_parent
 
 PROJECT = Path(__file__).resolve().parents[1]
 WORK_POOL = "xctrain"
@@ -72,7 +73,7 @@ def _start(*arguments: str, signum: int = signal.SIGTERM) -> "subprocess.Popen[b
         _command(*arguments),
         cwd=PROJECT,
         start_new_session=True,  # Ctrl-C reaches this process alone, which ends the worker before the server
-        preexec_fn=partial(prefect_api.end_with_parent, signum),
+        preexec_fn=partial(die_with_parent, os.getpid(), signum),
     )
 
 

@@ -18,11 +18,13 @@ class _Model(Protocol):
 M = TypeVar("M", bound=_Model)
 
 _OR_NULL = ", or null"
+_SHOWN_CHARS = 120  # of a value that is refused
 # What pydantic calls wrong values, in the words of a YAML file.
 _EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller whole number",
     "float_parsing": "a number",
     "float_type": "a number",
     "bool_parsing": "true or false",
@@ -30,7 +32,9 @@ _EXPECTED = {
     "path_type": "a path",
     "string_type": "a text",
     "tuple_type": "a list",
+    "dict_type": "a mapping",
     "model_type": "a section with its own settings",
+    "invalid_key": "a name; put quotes around one that YAML takes for a number",
 }
 
 
@@ -267,7 +271,11 @@ def _finding(model: Any, item: Mapping[str, Any]) -> tuple[str, str]:
         unit = "character" if isinstance(item["input"], str) else "value"
         message = f"at least {counted(least, unit)}" if least is not None else f"at most {counted(most, unit)}"
     empty = _OR_NULL if type(None) in _members(_annotation(model, list(map(str, loc)))) else ""
-    return f"{name} is {item['input']!r}, expected ", f"{_EXPECTED.get(item['type'], message)}{empty}"
+    return f"{name} is {_shortened(repr(item['input']))}, expected ", f"{_EXPECTED.get(item['type'], message)}{empty}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
 def _loc(model: Any, loc: Sequence[Any]) -> list[Any]:

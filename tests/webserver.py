@@ -9,6 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from shards.remote import TRIES
+
+_PASSING = ("status:503", "drop:100", "status:429", "shorter", "status:500", "drop:0")
+
+
+def passing_faults(number: int) -> list[str]:
+    """Tricks of the file of that number: fewer faults than a read has tries, in whatever turn its requests come."""
+    return [trick for i in range(TRIES - 1) for trick in (_PASSING[(2 * number + i) % len(_PASSING)], "")]
+
 
 @dataclass
 class Resource:

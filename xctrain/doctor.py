@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from xctrain.processes import die_with_parent
+from shards.parent import die_with_parent
 
 _LIMIT_S = 120.0  # for one check; importing torch from a cold disk takes a minute
 _LOCK = Path(__file__).parents[1] / "requirements.lock"
@@ -56,7 +56,7 @@ def run_limited(check: "Check", limit_s: float) -> list[Finding]:
     """What a check finds, in a process of its own that is ended with all it started when its time is up."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(check, theirs), daemon=False)
+    process = context.Process(target=_answer, args=(check, os.getpid(), theirs), daemon=False)
     process.start()
     theirs.close()
     name = _name_of(check)
@@ -84,9 +84,9 @@ def _kill(process: BaseProcess) -> None:
     process.kill()
 
 
-def _answer(check: "Check", answers: Connection) -> None:
+def _answer(check: "Check", parent: int, answers: Connection) -> None:
     os.setpgid(0, 0)
-    die_with_parent(os.getppid())
+    die_with_parent(parent)
     answers.send(_guarded(check))
 
 

@@ -14,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from shards.parent import die_with_parent
 from shards.settings import load_settings
 from xctrain.config import Config
 from xctrain.log import METRICS, SAMPLES, parse, read_lines
-from xctrain.processes import die_with_parent
 from xctrain.tracked import (
     Opened,
     Point,

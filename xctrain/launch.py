@@ -15,9 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from shards.parent import die_with_parent
 from xctrain import phase
 from xctrain.errors import ConfigError
-from xctrain.processes import EXIT_STOPPED, die_with_parent
+from xctrain.processes import EXIT_STOPPED
 
 DEFAULT_PORT = 29500  # where rank 0 listens if there are several nodes; torchrun's, too
 LOGS = "logs"  # in the run folder

@@ -1,4 +1,4 @@
-"""Signals, and processes that do not outlive the one that started them."""
+"""What a rank and its loader workers do about signals and memory."""
 
 import ctypes
 import gc
@@ -9,19 +9,12 @@ import time
 from types import FrameType
 
 from shards.cli import SAME_SIGNAL_S
+from shards.parent import die_with_parent
 
-_PR_SET_PDEATHSIG = 1  # Source: prctl(2)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # Source: mallopt(3)
 _LARGE_BYTES = 1 << 25  # the most that it takes for the latter
 
 EXIT_STOPPED = 75  # stopped by a signal after saving: start again to go on
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent, process ``parent``, is gone, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # gone before we asked
-        os._exit(1)
 
 
 def become_worker(_worker: int = 0) -> None:

@@ -17,6 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from shards.atomic import write_file
+from shards.parent import die_with_parent
 from shards.places import require_folder
 from shards.settings import load_settings
 from xctrain import checkpoint, resume
@@ -25,7 +26,7 @@ from xctrain.config import Config
 from xctrain.errors import ConfigError, RunError
 from xctrain.history import History
 from xctrain.log import METRICS, read_lines
-from xctrain.processes import EXIT_STOPPED, die_with_parent
+from xctrain.processes import EXIT_STOPPED
 
 TABLE, VALUES, SETTINGS = "scaling.md", "scaling.json", "scaling.yaml"
 _FREE = ("run.dir", "parallel.mode", "train.resume_with")  # not of the table's settings

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from shards.remote import is_remote, shown
 
@@ -31,6 +32,8 @@ def require_no_secrets(name: str, location: Path | str | None) -> None:
 
 
 def _location(value: Any) -> Any:
+    if not isinstance(value, str | Path):
+        raise PydanticCustomError("location_type", "a path or an address")
     return Path(value) if isinstance(value, str) and not is_remote(value) else value
 
 

@@ -246,8 +246,7 @@ def test_leftovers_count_in_the_budget_and_go_first(web, local, tmp_path):
 
 def test_passing_errors_are_tried_again(web, local, tmp_path):
     for number, resource in enumerate(tars(web).values()):
-        tricks = ["status:503", "drop:100", "status:429", "shorter", "status:500", "", "drop:0"]
-        resource.tricks = tricks[number:] + tricks[:number]
+        resource.tricks = webserver.passing_faults(number)
     with playing(f"{web.url}/shards", tmp_path) as play:
         assert play.until(400) == expected_keys(local, 0, 400)
 

@@ -1,10 +1,15 @@
 """What a config may say."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shards.settings import load_settings
+from pipelines.config import BuildConfig
+from pipelines.download_config import DownloadConfig
+from shards.settings import load_settings, validate
 from xctrain.config import Config, trajectory_fields
 from xctrain.errors import ConfigError
 from xctrain.trainconfig import TrainConfig
@@ -77,11 +82,40 @@ def test_neither_length_is_refused() -> None:
     [
         ("train.global_batch=0", "train.global_batch is 0, expected greater than 0"),
         ("optim.beta2=1", "optim.beta2 is 1, expected less than 1"),
+        ("train.num_steps=1e30", "train.num_steps is 1e+30, expected a smaller whole number, or null"),
+        ("data.shards=null", "data.shards is None, expected a path or an address or a mapping"),
+        (f"data.workers={'a' * 5000}", "aaa... (5002 characters), expected 'auto' or a whole number"),
         ("data.captions=some", "data.captions is 'some', expected 'random', 'first' or 'all'"),
     ],
 )
 def test_value_out_of_range_is_named_with_what_was_expected(override: str, text: str) -> None:
     assert text in refused("train.num_steps=5", override)
+
+
+def settings_of(model: Any, *sections: str) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*sections, name)
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if hasattr(part, "model_fields"):
+                yield from settings_of(part, *sections, name)
+
+
+@pytest.mark.parametrize("model", [Config, BuildConfig, DownloadConfig])
+@pytest.mark.parametrize(
+    "value",
+    [None, "1e30", 1e30, "9" * 5000, True, [], [[]], {"a": None}, {"a": {"b": 1}}, {1: 2}, float("nan"), b"x", "\0"],
+)
+def test_a_wrong_value_is_said_in_our_words_and_not_in_the_librarys(model: Any, value: Any) -> None:
+    for *sections, name in settings_of(model):
+        values = {name: value}
+        for section in reversed(sections):
+            values = {section: values}
+        said = ""
+        try:
+            validate(model, values, "file")
+        except ConfigError as error:
+            said = str(error)
+        assert not re.search(r"Input|nable|function-|instance|Keys|lax|pydantic", said)
 
 
 def test_powers_of_ten_are_numbers_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Signals, and processes that do not outlive the one that started them."""
 
-import os
 import signal
 import sys
 import time
@@ -52,16 +51,6 @@ def test_one_ctrl_c_that_arrives_twice_is_one_signal() -> None:
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
     assert runs.finish(process, code=75) == SAID
-
-
-def test_process_dies_with_a_parent_that_is_already_gone() -> None:
-    code = "from xctrain.processes import die_with_parent; die_with_parent(1); print('still here')"
-    assert runs.finish(child(code), code=1) == ""
-
-
-def test_process_lives_while_its_parent_does() -> None:
-    code = f"from xctrain.processes import die_with_parent; die_with_parent({os.getpid()}); print('still here')"
-    assert runs.finish(child(code)) == "still here\n"
 
 
 def test_no_torch_is_needed_to_launch() -> None:
