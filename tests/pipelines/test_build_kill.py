@@ -226,8 +226,11 @@ def test_without_retries_a_killed_build_process_is_an_error_that_names_the_signa
 
 def _children(pid):
     """Processes that any thread of ``pid`` has started."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _kill(pid):

@@ -78,7 +78,7 @@ def test_dropped_connections_go_on_from_the_bytes_that_came(web, tmp_path):
 
 def test_a_stall_is_given_up_after_the_timeout_and_tried_again(web, tmp_path):
     found = serve(web, "stall:70000")
-    run_download(config(web, tmp_path, timeout_s=0.3))
+    run_download(config(web, tmp_path, timeout_s=1))
     assert only(tmp_path) == DATA
     assert offsets(found) == ["", "bytes=70000-"]
 
@@ -435,9 +435,9 @@ def test_a_signal_ends_a_download_at_once_even_while_the_server_stalls(slow, com
     until_it_has_bytes(part, process)
     began = time.monotonic()
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert time.monotonic() - began < 5  # the timeout for the next byte is 30 s
+    assert time.monotonic() - began < 20  # the timeout for the next byte is 30 s
     assert "the download was stopped; the same command goes on from the bytes that are there" in errors
     assert "Traceback" not in errors
     found.delay_s = 0

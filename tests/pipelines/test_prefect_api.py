@@ -78,7 +78,7 @@ def test_a_server_that_is_no_prefect_api_is_named_with_both_ways_out(monkeypatch
         began = time.monotonic()
         with pytest.raises(prefect_api.BuildError, match=found) as error:
             prefect_api.require_answer(url)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30  # the server would go on for 60
     assert f"PREFECT_API_URL is {url}, but no Prefect API answers there" in str(error.value)
     assert "unset PREFECT_API_URL, which uses an embedded API, or add --plain, which uses no Prefect at all" in str(
         error.value

@@ -134,7 +134,7 @@ def test_a_run_that_is_stopped_is_marked_and_gives_back_its_turn_folder_and_proc
         parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
         os.kill(parents.pop(), how)
     assert server.ended(run) == state
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while processes("pipelines.workers", str(out)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -263,7 +263,7 @@ def test_what_lasts_ends_the_reading_at_once_with_shard_and_sample(web, tmp_path
         with pytest.raises(RemoteError) as error:
             play.until(80)
     text = str(error.value)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert words in text
     assert text.startswith("train-0000")
     assert ": sample " in text
@@ -290,7 +290,7 @@ def test_a_read_that_stalls_ends_with_an_error_that_names_shard_and_sample(web, 
             RemoteError, match=r"^train-000001.tar: sample \d+ \(0000\d+\): .*train-000001.tar: samples \d+ to"
         ):
             play.until(400)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_a_fetcher_that_was_killed_is_noticed(web, local, tmp_path):

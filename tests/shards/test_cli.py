@@ -44,7 +44,7 @@ def test_signal_ends_a_command_that_hangs_at_its_end_with_its_exit_code(code: in
         assert process.stdout.readline() == "ending\n"
         time.sleep(1.1)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == code
+        assert process.wait(timeout=30) == code
 
 
 def test_a_command_that_was_stopped_and_hangs_at_its_end_is_ended() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -143,13 +144,14 @@ def descendants(pid: int) -> list[int]:
     """Every process below one, by /proc."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
+        with suppress(OSError):  # it has ended
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
     return found
 
 
 def gone(pids: list[int]) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while time.monotonic() < until:
         if not any(state(pid) for pid in pids):
             return True

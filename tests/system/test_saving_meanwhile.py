@@ -130,8 +130,8 @@ def test_rank_that_dies_during_a_save_leaves_it_time_to_end(drawn_shards: Path, 
     process = launcher(drawn_shards, run, 2, large, grace_s=0.1)
     wait_for(lambda: under_way(run), process)
     [begun] = under_way(run)
-    before = runs.last_step(run)
     os.kill(rank_of(process, 1), signal.SIGKILL)
+    before = runs.last_step(run)
     text = runs.finish(process, code=1)
     assert "rank 1 was ended by SIGKILL" in text
     saved = newest(run)

