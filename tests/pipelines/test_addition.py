@@ -227,7 +227,7 @@ def test_a_killed_addition_leaves_the_dataset_whole_and_goes_on(dataset, slow_so
         process.communicate()
         assert verify(dataset) == []
         assert Manifest.load(dataset).shards[: len(before.shards)] == before.shards
-    _, errors = command("add", dataset, path, "--plain").communicate(timeout=60)
+    _, errors = command("add", dataset, path, "--plain").communicate(timeout=200)
     assert data_of(dataset) == reference, errors
     assert verify(dataset) == []
 

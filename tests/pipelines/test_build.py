@@ -139,7 +139,7 @@ def test_a_full_disk_is_said_in_one_line(photos, command, tmp_path):
     config = tmp_path / "build.yaml"
     config.write_text(json.dumps({"source": str(photos), "out": str(tmp_path / "out"), "build": {"processes": 1}}))
     process = command("build", config, "--plain", preexec_fn=small_files)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "train-000000.tar" in errors.splitlines()[-1]
     assert "File too large; free some space, or raise the limit on the size of files, and run it again" in errors

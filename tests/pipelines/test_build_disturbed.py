@@ -49,7 +49,7 @@ def build(source, tmp_path, command):
 
     def finish():
         process = command("build", path, "--plain")
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
         return process.returncode, errors
 
     return lambda: command("build", path, "--plain"), out, finish
@@ -86,7 +86,7 @@ def test_a_source_folder_that_vanishes_rejects_no_picture(build, source, referen
     process = start()
     wait_for(out / "train-000000.tar", process)
     (source / "train2017").rename(source / "elsewhere")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "was there when the build began and is not any more (missing_file: no such file among the images)" in errors
     assert "finished shards are kept" in errors
@@ -126,7 +126,7 @@ def test_an_image_that_changes_and_is_brought_back(build, source, reference, dat
     wait_for(out / "train-000000.tar", process)
     for path in kept:
         path.write_bytes(b"overwritten")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "the file changed after the build had begun; run the build again once it is settled" in errors
     assert "Traceback" not in errors

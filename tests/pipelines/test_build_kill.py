@@ -53,7 +53,7 @@ def kill_until_done(command, config_file, reference, data_files, kills, draws, *
         for name, data in data_files(out).items():
             assert data == reference[name], f"{name} is half-made after a kill"
     process = command("build", config_file, *arguments)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert data_files(out) == reference
     assert not list(out.rglob(".*.tmp"))
@@ -106,7 +106,7 @@ def test_a_hundred_kills_of_all_kinds_end_with_the_bytes_of_an_undisturbed_build
                 _kill(pid)
             time.sleep(draws.uniform(0, 0.6))
         process.send_signal(signal.SIGKILL if how == "process" else how)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
         codes[process.returncode] += 1
         kills += process.returncode != 0
         assert "Traceback" not in errors, errors
@@ -164,7 +164,7 @@ def test_shards_that_are_finished_survive_a_kill_untouched(command, config_file,
 
 def goes_on(command, config_file):
     process = command("build", config_file, "--plain")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
 
 
@@ -177,7 +177,7 @@ def test_a_signal_ends_the_build_and_the_same_command_goes_on(command, config_fi
         while not list((out / ".build" / "slices").glob("*.json")):
             time.sleep(0.005)
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=200)
         if process.returncode != 0:
             break
     assert process.returncode == 75, errors
@@ -203,7 +203,7 @@ def test_the_shard_of_a_killed_build_process_is_tried_again(command, config_file
     out = config_file.parent / "out"
     process = command("build", config_file, "--plain")
     kill_build_processes(process, out)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     killed = r"a build process was killed by signal 9 \(the kernel does that when memory runs out\)"
     assert re.search(rf"^train-00000\d: {killed}; trying again \(1 of 2\)$", errors, re.MULTILINE), errors
@@ -216,7 +216,7 @@ def test_without_retries_a_killed_build_process_is_an_error_that_names_the_signa
     out = config_file.parent / "out"
     process = command("build", config_file, "--plain", "build.retries=0")
     kill_build_processes(process, out)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "a build process was killed by signal 9 (the kernel does that when memory runs out); run the" in errors
     goes_on(command, config_file)

@@ -144,7 +144,7 @@ def test_an_address_of_something_else_is_as_a_dead_one(reply, found):
 def test_a_place_where_prefect_cannot_work_is_wrong_usage(config_file, command, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file" / "home"))
-    _, errors = (process := command("build", config_file)).communicate(timeout=60)
+    _, errors = (process := command("build", config_file)).communicate(timeout=200)
     assert process.returncode == 2
     assert "Prefect cannot keep its database there (Not a directory); set PREFECT_HOME" in errors
     assert errors.count("\n") == 1
@@ -167,7 +167,7 @@ def test_a_broken_import_of_our_own_is_no_missing_package():
 def test_a_dead_prefect_address_names_both_ways_out(config_file, command, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     process = command("build", config_file)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "PREFECT_API_URL is http://127.0.0.1:9/api, but no Prefect API answers there" in errors
     assert "unset PREFECT_API_URL" in errors

@@ -22,7 +22,7 @@ def test_three_bad_files_of_forty_cost_three_records_and_no_error(coco, command,
     path = tmp_path / "build.yaml"
     path.write_text(json.dumps({"source": str(coco(tmp_path / "source", files)), "out": str(tmp_path / "out")}))
     process = command("build", path, "--plain")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     rows = list(map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()))
     assert {row["file_name"]: row["reason"] for row in rows} == {

@@ -50,7 +50,7 @@ def test_the_command_prints_json_and_writes_the_page(source, command, tmp_path):
     path = tmp_path / "build.yaml"
     path.write_text(json.dumps({"source": str(source), "out": str(tmp_path / "out")}))
     process = command("preview", path, "--records", 9, "--json", "--page", tmp_path / "page.html")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     answer = json.loads(output)
     assert answer["records"] == 9

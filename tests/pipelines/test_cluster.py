@@ -81,7 +81,7 @@ def test_a_dask_cluster_gives_the_bytes_of_the_plain_build(
     ask, command, config_file, scheduler, workers, work_built, data_files
 ):
     process = command("build", config_file, f"build.address={scheduler}")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert data_files(config_file.parent / "out") == work_built
@@ -97,7 +97,7 @@ def test_the_shard_of_a_killed_dask_worker_is_built_by_the_other_one(
     process = command("build", config_file, f"build.address={scheduler}")
     wait_for_attempts(out, process, 2)
     workers[0].kill()
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert data_files(out) == work_built
     assert not (out / ".build" / "attempts").exists()
@@ -110,11 +110,11 @@ def test_a_stopped_build_on_a_cluster_goes_on_without_one(
     process = command("build", config_file, f"build.address={scheduler}")
     wait_for_attempts(out, process, 1)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 75, errors
     assert "Traceback" not in errors
     process = command("build", config_file, "build.runner=processes")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert data_files(out) == work_built
 
@@ -130,21 +130,21 @@ def test_a_scheduler_that_dies_is_an_error_in_words(ask, command, config_file, t
         process = command("build", config_file, f"build.address={address}")
         wait_for_attempts(config_file.parent / "out", process, 1)
         end(scheduler)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
     finally:
         end(scheduler)
         end(worker)
     assert process.returncode == 1
     assert re.search(r"error: the dask cluster lost the work \(.*\); see that its workers live", errors), errors
     process = command("build", config_file, "build.runner=threads")
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert data_files(config_file.parent / "out") == work_built
 
 
 @pytest.mark.slow
 def test_a_scheduler_without_workers_is_an_error(ask, command, config_file, scheduler):
     process = command("build", config_file, f"build.address={scheduler}")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert f"the Dask scheduler at {scheduler} has no workers, 60 s were waited; start some with" in errors
 
@@ -162,7 +162,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error_before_any_shard(ask, comm
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     began = time.monotonic()
     process = command("build", config_file, f"build.address={address}")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 2
     assert f"build.address is {address}, but nothing answers there (Connection refused); start that cluster" in errors
     assert "Traceback" not in errors
@@ -171,7 +171,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error_before_any_shard(ask, comm
 
 def test_plain_builds_refuse_a_cluster(command, config_file):
     process = command("build", config_file, "--plain")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 2
     assert "build.runner is dask, which runs through Prefect; leave out --plain" in errors
 

@@ -417,7 +417,7 @@ def test_a_download_killed_again_and_again_goes_on_and_ends_with_the_same_bytes(
         assert not (part.parents[1] / "a.bin").exists()
     found.delay_s = 0
     process = command("download", path)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert hashlib.sha256(only(part.parents[1])).hexdigest() == hashlib.sha256(DATA * 10).hexdigest()
     starts = [int(r.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-")) for r in found.requests]
@@ -435,14 +435,14 @@ def test_a_signal_ends_a_download_at_once_even_while_the_server_stalls(slow, com
     until_it_has_bytes(part, process)
     began = time.monotonic()
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 75
     assert time.monotonic() - began < 20  # the timeout for the next byte is 30 s
     assert "the download was stopped; the same command goes on from the bytes that are there" in errors
     assert "Traceback" not in errors
     found.delay_s = 0
     process = command("download", path)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert only(part.parents[1]) == DATA * 10
 
 
@@ -451,13 +451,13 @@ def test_a_full_disk_is_said_and_the_rest_comes_when_there_is_room(slow, command
     found.delay_s = 0
     limit = 1_000_000
     process = command("download", path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "a.bin.part: File too large; free some space, or raise the limit on the size of files" in errors
     assert "1000000 bytes of it are kept" in errors
     assert "Traceback" not in errors
     process = command("download", path)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert only(part.parents[1]) == DATA * 10
     assert found.requests[1]["Range"] == "bytes=1000000-"
 

@@ -35,7 +35,7 @@ def test_a_flow_run_gives_the_bytes_of_the_plain_build(
     ask, command, config_file, photos, make_config, data_files, tmp_path
 ):
     process = command("build", config_file, "build.processes=2")
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "29 kept (train 24, val 5), 0 rejected" in output
     assert "Traceback" not in errors
@@ -53,7 +53,7 @@ def test_a_flow_run_gives_the_bytes_of_the_plain_build(
 
 def test_the_runs_page_shows_what_was_kept_and_links_the_report(ask, command, config_file, tmp_path):
     process = command("build", config_file)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     question = {"artifacts": {"flow_run_id": {"any_": [last_run(ask)["id"]]}}}
     (artifact,) = [a for a in ask("/artifacts/filter", question) if a["key"] == "build-report"]
@@ -65,7 +65,7 @@ def test_the_runs_page_shows_what_was_kept_and_links_the_report(ask, command, co
 def test_a_shard_is_tried_again_by_prefect(ask, command, heavy, tmp_path):
     process = command("build", heavy, "build.processes=1")
     kill_a_build_process(process, tmp_path / "out")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     killed = r"a build process was killed by signal 9 \(the kernel does that when memory runs out\)"
     assert re.search(rf"train-00000\d: {killed}; trying again \(1 of 2\)", errors), errors
@@ -84,7 +84,7 @@ def test_a_signal_ends_the_run_in_seconds_and_marks_it(ask, command, heavy, tmp_
         time.sleep(0.01)
     began = time.monotonic()
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert time.monotonic() - began < 30
     assert process.returncode == 75, errors
     assert "the build was stopped; finished shards are kept, the same command goes on from there" in errors
@@ -92,7 +92,7 @@ def test_a_signal_ends_the_run_in_seconds_and_marks_it(ask, command, heavy, tmp_
     assert last_run(ask)["state_type"] == "CRASHED"
     assert not build_processes(tmp_path / "out")
     process = command("build", heavy, "--plain")
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert process.returncode == 0
 
 
@@ -117,7 +117,7 @@ def test_signals_at_the_end_leave_the_exit_code(ask, command, config_file, tmp_p
     for signum in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
         process.send_signal(signum)
         time.sleep(0.01)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode in (0, 75), errors
     assert ("29 kept" in output) == (process.returncode == 0)
     assert ("the build was stopped" in errors) == (process.returncode == 75)
@@ -156,11 +156,11 @@ def test_every_parameter_of_the_form_is_described(ask):
 
 def test_an_addition_is_a_flow_run_of_its_own(ask, command, config_file, coco, pictures, tmp_path):
     process = command("build", config_file, "--plain", "build.processes=2")
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     files = {f"{i}.jpg": pictures.encode(pictures.photo(i)) for i in range(700, 704)}
     more = coco(tmp_path / "more", files, first_id=700)
     process = command("add", tmp_path / "out", config_file, f"source={more}", "build.processes=2")
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "4 added (train 4) to now 33 (train 28, val 5), 0 rejected" in output
     assert "Traceback" not in errors
@@ -173,7 +173,7 @@ def test_a_failed_build_is_one_paragraph_and_a_failed_run(ask, command, config_f
     failed = {"flow_runs": {"state": {"type": {"any_": ["FAILED", "CRASHED"]}}}}
     before = ask("/flow_runs/count", failed)
     process = command("build", config_file, "filters.min_side_px=1000")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "29 of 29 records rejected (too_small 29)" in errors
     assert "Traceback" not in errors
@@ -183,7 +183,7 @@ def test_a_failed_build_is_one_paragraph_and_a_failed_run(ask, command, config_f
 def test_wrong_input_never_reaches_prefect(ask, command, config_file):
     before = ask("/flow_runs/count", {})
     process = command("build", config_file, "source=/nowhere")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 2
     assert "/nowhere: does not exist" in errors
     assert ask("/flow_runs/count", {}) == before

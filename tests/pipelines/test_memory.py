@@ -71,7 +71,7 @@ def test_a_build_that_runs_out_of_memory_names_the_file_and_what_to_do(pictures,
         resource.setrlimit(resource.RLIMIT_AS, (500_000_000,) * 2)
 
     process = command("build", path, "--plain", preexec_fn=starve)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 1, errors
     assert "large.png: there is too little memory to decode it; lower build.processes or filters.max_pixels" in errors
     assert "trying again (1 of 1)" in errors

@@ -88,7 +88,7 @@ def test_a_ray_cluster_of_its_own_ends_with_the_build(ask, command, config_file,
     process = command("build", config_file, env={**os.environ, "BUILD_OF_THIS_TEST": mark})
     wait_for_attempts(out, process, 1)
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == (75 if signum == signal.SIGTERM else -signal.SIGKILL), errors
     deadline = time.monotonic() + 120
     while left := processes_of(mark):

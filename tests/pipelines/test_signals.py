@@ -178,7 +178,7 @@ def test_a_second_signal_a_second_later_ends_what_hangs_with_the_same_code(signu
         time.sleep(1.1)
         assert process.poll() is None
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=200)
     assert errors == "it was stopped\n"
     assert process.returncode == 75
 

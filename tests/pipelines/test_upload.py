@@ -151,7 +151,7 @@ def test_a_store_that_is_down_is_said_before_anything_is_built(photos, tmp_path,
     path = tmp_path / "build.yaml"
     build = {"staging": str(tmp_path / "staging")}
     path.write_text(json.dumps({"source": str(photos), "out": "s3://bucket/x", "build": build}))
-    _, errors = command("build", path, "--plain").communicate(timeout=60)
+    _, errors = command("build", path, "--plain").communicate(timeout=200)
     assert "error: s3://bucket/x: Could not connect to the endpoint URL" in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "staging").exists()
