@@ -8,6 +8,7 @@ What gradient checkpointing computes again, padding and dropped batches are no w
 Source: PaLM (Chowdhery et al. 2022), appendix B, with its 6 split up for parts that are frozen.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Dense operations a second by what the driver calls the GPU: (products in 16 bits, in float32 without TF32), in 10^12.
@@ -65,6 +66,10 @@ class Work:
     image_tokens: int = 0  # of them
     patches: int = 0
     token_pairs: int = 0  # sum of the squared lengths of its rows
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers in the order of the fields, as ranks add them up."""
+        return iter((self.tokens, self.image_tokens, self.patches, self.token_pairs))
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
