@@ -255,6 +255,18 @@ class Loader:
         return batch.open() if isinstance(batch, Packed) else batch
 
 
+def lost_worker(error: BaseException | None) -> str | None:
+    """How torch noticed that a loader worker of this process was killed; None for any other error.
+
+    It says so in its handler of SIGCHLD, which raises wherever the process is at that moment.
+    """
+    while error is not None:
+        if str(error).startswith("DataLoader worker (pid"):
+            return str(error).rstrip(". ")
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def num_workers(setting: int | Literal["auto"], local_world_size: int, num_cpus: int | None = None) -> int:
     """Loader workers a process: as many as processes on the node, at most CPUs div processes, at least 1."""
     if setting != "auto":

@@ -38,6 +38,7 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
     Ends the process itself, with the exit code: after a success gloo may abort in its own clean-up at exit.
     """
     stop = StopRequest()
+    from xctrain.loader import lost_worker
     from xctrain.loop import log_pushes, train
     from xctrain.progress import Progress
     from xctrain.ranks import join, lost_peer
@@ -86,6 +87,11 @@ def train_rank(config: Config, open_model: OpenModel = open_model) -> int:
             _leave(error.exit_code)  # rank 0 prints it
         raise
     except RuntimeError as error:
+        if how := lost_worker(error):
+            raise TrainError(
+                f"rank {ranks.rank}: {how}; the system does that where memory runs out, so lower data.workers or "
+                "data.prefetch if it comes again; start again to go on from the newest checkpoint"
+            ) from error
         if (how := lost_peer(error)) is None:
             raise
         raise TrainError(

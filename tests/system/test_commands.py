@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -180,6 +181,20 @@ def test_second_process_in_a_run_folder_is_refused_and_a_killed_launcher_leaves_
 
     process.kill()
     process.communicate()
+    assert gone(below)
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_killed_loader_worker_is_said_wherever_its_rank_is(drawn_shards: Path, tmp_path: Path, moment: int) -> None:
+    process = endless(drawn_shards, tmp_path, processes=2)
+    time.sleep(0.003 * moment)
+    below = descendants(process.pid)
+    os.kill(next(pid for pid in below if parent(pid) != process.pid), signal.SIGKILL)
+    text = runs.finish(process, code=1)
+    assert re.search(r"error: .*DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Killed|exited)", text), text
+    assert "memory" in text
+    assert "start again to go on" in text
+    assert "Traceback" not in text
     assert gone(below)
 
 
